@@ -1,0 +1,1 @@
+"""One `infer_*` file per operator stem."""

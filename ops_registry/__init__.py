@@ -1,0 +1,1 @@
+"""What an operator is: contracts, targets and registration. Imports torch only."""

@@ -1,0 +1,1 @@
+"""One contract file per operator stem."""

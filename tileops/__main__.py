@@ -1,0 +1,5 @@
+"""`python -m tileops`: what is installed here and which kernel serves each operator."""
+
+from tileops.report import report
+
+print(report())

@@ -1,0 +1,73 @@
+"""The base of every Op class: parameters in `__init__`, tensors in `forward`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from meta_kernels import checks
+from ops_registry.contract import OpContract
+from ops_registry.targets import Target, check_target
+
+
+class Op(torch.nn.Module):
+    """One configured operator.
+
+    A subclass names its `contract`, keeps its parameters as attributes of the same names in
+    `PARAMETERS`, and implements `options`: what the dispatcher operator takes besides tensors.
+    """
+
+    contract: ClassVar[OpContract]
+    PARAMETERS: ClassVar[tuple[str, ...]]
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        if target is not None and not isinstance(target, str):
+            raise TypeError(
+                f"{self.contract.name}: target must be None or a target name, "
+                f"got {type(target).__name__} {target!r}"
+            )
+        check_target(self.contract.name, target or "")
+        self.target = target
+
+    def extra_repr(self) -> str:
+        """The parameters as they were given, defaults included."""
+        shown = [f"{name}={getattr(self, name)!r}" for name in self.PARAMETERS]
+        return ", ".join(shown + ([f"target={self.target!r}"] if self.target else []))
+
+    def options(self) -> tuple[Any, ...]:
+        """The arguments of the dispatcher operator that follow its tensors."""
+        raise NotImplementedError
+
+    def call(self, *tensors: Any) -> Any:
+        """Run the dispatcher operator on these tensors, in the contract's order."""
+        return self.contract.op(*self.bound(*tensors))
+
+    def bound(self, *tensors: Any) -> tuple[Any, ...]:
+        """All arguments of the dispatcher operator; TypeError for a non-tensor."""
+        specs = self.contract.tensors
+        for (name, spec), value in zip(specs.items(), tensors, strict=True):
+            if isinstance(value, torch.Tensor) or (value is None and spec.optional):
+                continue
+            raise TypeError(
+                f"{self.contract.name}: {name} must be a torch.Tensor, got {type(value).__name__}"
+            )
+        return (*tensors, *self.options(), self.target or "")
+
+    # Parameter helpers, named for the rule they apply.
+
+    def _integer(self, name: str, value: Any) -> int:
+        return checks.integer(self.contract.name, name, value)
+
+    def _optional_integer(self, name: str, value: Any) -> int | None:
+        return None if value is None else self._integer(name, value)
+
+    def _number(self, name: str, value: Any) -> float:
+        return checks.number(self.contract.name, name, value)
+
+    def _optional_number(self, name: str, value: Any) -> float | None:
+        return None if value is None else self._number(name, value)
+
+    def _boolean(self, name: str, value: Any) -> bool:
+        return checks.boolean(self.contract.name, name, value)
