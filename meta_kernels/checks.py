@@ -327,7 +327,20 @@ def even_width(op: str, rotary_dim: int) -> None:
         raise refuse(op, f"rotary_dim must be positive and even, got {rotary_dim}")
 
 
+def rope_base(op: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise refuse(op, f"rope_base must be finite and > 0, got {value}")
+
+
 def checked_out_dtype(op: str, dtype: torch.dtype | None) -> None:
     """V13, the part known at construction."""
     if dtype is not None and dtype not in HALF:
         raise refuse(op, f"out_dtype must be None, float16 or bfloat16, got {dtype}")
+
+
+def scores(op: str, call: Any) -> None:
+    """V5 to V9, for operators with windows, softcap and caller-given rotary tables."""
+    sm_scale(op, call.sm_scale)
+    softcap(op, call.softcap)
+    window(op, call.window_size_left, call.window_size_right)
+    rope(op, call.pos_encoding_mode, call.rotary_dim, call.rope_layout)

@@ -39,6 +39,8 @@ def refused(like: torch.Tensor, why: str) -> torch.Tensor:
 
 
 def no_gradient(name: str) -> str:
+    if name.endswith("_bwd"):
+        return f"{name}: second derivatives are not supported, call backward without create_graph"
     return f"{name} has no gradient: detach its inputs, or use an operator that has one"
 
 
@@ -101,3 +103,28 @@ def _refuse_below_autograd(contract: OpContract, library: torch.library.Library)
         return tuple(Refuse.apply(first, x) for x in out)
 
     library.impl(contract.name, autograd, "Autograd")
+
+
+def refused_arguments(
+    contract: OpContract, call: Any, needed: tuple[bool, ...]
+) -> dict[str, torch.Tensor | None]:
+    """Refusing gradients for the arguments that were asked for one and have none.
+
+    Differentiable inputs in float8_e4m3fn, scales and rotary tables: each sentence names the
+    argument.
+    """
+    refusals: dict[str, torch.Tensor | None] = {}
+    for name, wanted in zip(call._fields, needed, strict=False):
+        value = getattr(call, name)
+        if not wanted or not isinstance(value, torch.Tensor):
+            continue
+        if value.dtype == torch.float8_e4m3fn:
+            why = f"{name} is float8_e4m3fn and has no gradient, use 16-bit inputs to train"
+        elif name not in contract.differentiable:
+            why = f"{name} has no gradient, detach it"
+        elif call.q.dtype == torch.float8_e4m3fn:
+            why = f"{name} has no gradient in a float8_e4m3fn call, use 16-bit inputs to train"
+        else:
+            continue
+        refusals[name] = refused(value, f"{contract.name}: {why}")
+    return refusals

@@ -19,7 +19,7 @@ import functools
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -71,8 +71,10 @@ class TensorSpec:
 class Condition:
     """A rule about tensor contents, checked only with `validate_inputs=True`.
 
-    ok: bool tensor, True where the rule holds; message: the sentence; values: what came, a
-    tensor of ok's shape; name: what the index counts.
+    ok: bool tensor, True where the rule holds, shaped like the argument it is about so that an
+        index into it names the culprit.
+    message: the sentence, beginning with the argument's name.
+    values: what came, a tensor of ok's shape.
     """
 
     ok: torch.Tensor
@@ -80,12 +82,14 @@ class Condition:
     values: torch.Tensor | None = None
 
 
+Contents: TypeAlias = Callable[[Any], list[Condition]]
+
+
 @dataclass(frozen=True, eq=False)
 class OpContract:
     """What one dispatcher operator is. See the module docstring for the life of it.
 
     accuracy: what a case of this operator is held to, by kind of case (see `accuracy.py`).
-    contents: `(call) -> [Condition]`, the rules behind `validate_inputs`.
     guard: name of the int tensor that is zeroed where traced contents checks fail, so that a
         failed call writes nothing whatever order a compiler gives assert and write.
     """
@@ -99,7 +103,6 @@ class OpContract:
     summary: str
     options: Mapping[str, str] = field(default_factory=dict)
     accuracy: Mapping[str, Row | Tolerance] = field(default_factory=dict)
-    contents: Callable[[Any], list[Condition]] | None = None
     guard: str | None = None
 
     @property
@@ -160,6 +163,7 @@ def register(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
     autocast: Callable[[Any, torch.dtype], Any] | None = None,
+    contents: Contents | None = None,
     package: str,
 ) -> OpContract:
     """Give a defined contract its behaviour.
@@ -169,6 +173,7 @@ def register(
     backward, setup_context: as for `torch.library.register_autograd`; without them a gradient
         is refused when it is executed.
     autocast: `(call, dtype) -> call` with the inputs cast; only for ops that follow autocast.
+    contents: the rules behind `validate_inputs`, for ops that have it.
     """
     qualname = f"{NAMESPACE}::{contract.name}"
     Call = contract.Call
@@ -181,8 +186,8 @@ def register(
         call = Call(*args, **kwargs)
         out = infer(call)
         kernel = select(contract, call, candidates)
-        if contract.contents is not None and call.validate_inputs:
-            check_contents(contract, call)
+        if contents is not None and call.validate_inputs:
+            check_contents(contract, contents, call)
         kernel.run(out, call)
         return out
 
@@ -198,8 +203,8 @@ def register(
         packaged = tracing.packaging()
         with mode:
             kernel = select(contract, call, candidates, packaged=packaged)
-            if contract.contents is not None and call.validate_inputs:
-                call = trace_contents(contract, call)
+            if contents is not None and call.validate_inputs:
+                call = trace_contents(contract, contents, call)
             if packaged or kernel.lowering is Lowering.INLINE:
                 out = infer(call)
                 kernel.run(out, call)
@@ -220,7 +225,7 @@ def register(
     if autocast is not None:
         _follow_autocast(contract, autocast)
     if contract.mutated:
-        _define_functional_twin(contract, infer, candidates)
+        _define_functional_twin(contract, infer, candidates, contents)
     return contract
 
 
@@ -228,7 +233,7 @@ def register(
 BUILTIN_KERNELS: dict[str, tuple[Kernel, ...]] = {}
 
 
-def check_contents(contract: OpContract, call: Any) -> None:
+def check_contents(contract: OpContract, contents: Contents, call: Any) -> None:
     """Raise the first violated contents rule as a ValueError that names the index."""
     first = call[0]
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -236,26 +241,26 @@ def check_contents(contract: OpContract, call: Any) -> None:
             f"{contract.name}: validate_inputs=True reads tensors on the host and cannot run "
             "while a CUDA graph is captured; construct the op with validate_inputs=False"
         )
-    assert contract.contents is not None
-    for condition in contract.contents(call):
-        bad = (~condition.ok).reshape(-1).nonzero()
-        if bad.numel():
-            index = int(bad[0])
+    for condition in contents(call):
+        bad = (~condition.ok).nonzero()
+        if bad.shape[0]:
+            index = bad[0].tolist()
+            shown = str(index[0] if len(index) == 1 else index)
             came = ""
             if condition.values is not None:
-                came = f", got {condition.values.reshape(-1)[index].item()}"
-            raise ValueError(f"{contract.name}: {condition.message} (index {index}{came})")
+                came = f", got {condition.values[tuple(index)].item()}"
+            raise ValueError(f"{contract.name}: {condition.message} (index {shown}{came})")
 
 
-def trace_contents(contract: OpContract, call: Any) -> Any:
+def trace_contents(contract: OpContract, contents: Contents, call: Any) -> Any:
     """The same rules as asserts in the traced program; returns the call left to run.
 
     The guard tensor is zeroed where a rule fails, so a mutating operator writes nothing even if
     a compiler moves the assert behind the write.
     """
-    assert contract.contents is not None and contract.guard is not None
+    assert contract.guard is not None
     good = None
-    for condition in contract.contents(call):
+    for condition in contents(call):
         ok = condition.ok.all()
         torch.ops.aten._assert_async.msg(ok, f"{contract.name}: {condition.message}")
         good = ok if good is None else torch.logical_and(good, ok)
@@ -280,7 +285,10 @@ def _follow_autocast(contract: OpContract, autocast: Callable[[Any, torch.dtype]
 
 
 def _define_functional_twin(
-    contract: OpContract, infer: Callable[[Any], Any], candidates: tuple[Kernel, ...]
+    contract: OpContract,
+    infer: Callable[[Any], Any],
+    candidates: tuple[Kernel, ...],
+    contents: Contents | None,
 ) -> None:
     """`<name>_functional`: the same call on copies of the pools, which it returns."""
     name = contract.name + "_functional"
@@ -322,8 +330,8 @@ def _define_functional_twin(
             return NotImplemented
         with mode:
             call = on_copies(args, kwargs)
-            if contract.contents is not None and call.validate_inputs:
-                call = trace_contents(contract, call)
+            if contents is not None and call.validate_inputs:
+                call = trace_contents(contract, contents, call)
             kernel = select(contract, call, candidates, packaged=True)
             out = infer(call)
             kernel.run(out, call)

@@ -146,6 +146,13 @@ def check_opcheck(case: Case, call: Any) -> None:
     if not any(torch.is_tensor(x) and x.dtype == E4M3 for x in call):
         utils.append("test_schema")
     check_untouched(case, call)
+    # Its copies fail where several extents are 0, unless the strides are 0 too.
+    call = type(call)(
+        *(
+            x.as_strided(x.shape, (0,) * x.dim()) if torch.is_tensor(x) and not x.numel() else x
+            for x in call
+        )
+    )
     torch.library.opcheck(
         case.contract.op, tuple(clone(call)), test_utils=utils, atol=atol, rtol=rtol
     )

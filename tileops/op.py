@@ -71,3 +71,10 @@ class Op(torch.nn.Module):
 
     def _boolean(self, name: str, value: Any) -> bool:
         return checks.boolean(self.contract.name, name, value)
+
+
+def cast_to_autocast(call: Any, dtype: torch.dtype) -> Any:
+    """q, k and v in the active autocast dtype, nothing else; FP8 inputs stay as they are."""
+    if dtype not in (torch.float16, torch.bfloat16) or call.q.dtype == torch.float8_e4m3fn:
+        return call
+    return call._replace(q=call.q.to(dtype), k=call.k.to(dtype), v=call.v.to(dtype))

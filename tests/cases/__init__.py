@@ -76,5 +76,15 @@ def offsets(lens: list[int]) -> torch.Tensor:
     )
 
 
+def nsa_packing(lens: list[int], bs: int) -> dict[str, torch.Tensor]:
+    """offsets, chunk_offsets and token_indices of an NSA batch; C is the last chunk offset."""
+    tokens = [(n, t) for n, length in enumerate(lens) for t in range(length)]
+    return {
+        "offsets": offsets(lens),
+        "chunk_offsets": offsets([-(-length // bs) for length in lens]),
+        "token_indices": torch.tensor(tokens, dtype=torch.int32).reshape(-1, 2),
+    }
+
+
 def randn(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(dtype)

@@ -1,0 +1,1 @@
+"""Programs that use the operators the way an inference engine does."""

@@ -1,0 +1,359 @@
+// Greedy generation with the two exported steps of SmolLM2, without Python.
+//
+//   generate PREFILL.pt2 DECODE.pt2 WEIGHTS PAGES < requests > tokens
+//
+// The program owns the page pool, the page allocator, the loop and the stop rule; it is the twin
+// of smollm2/engine.py. Token ids come in and go out, text is the caller's business.
+//
+// WEIGHTS is a folder: weights.bin holds float32 values, weights.txt one line per tensor,
+//   NAME OFFSET RANK EXTENT...                      (the offset counts values, not bytes)
+// Standard input, until its end:
+//   stop COUNT ID...
+//   request MAX_NEW_TOKENS COUNT ID... COUNT ID...  (the prompt, then ids to feed instead of picks)
+// Standard output, flushed after every step:
+//   ready                                           (packages and weights are loaded)
+//   prefill 0:4922 1:253                            (REQUEST:TOKEN)
+//   decode 0:30! 1:31                               (! marks a request's last token)
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <deque>
+#include <exception>
+#include <fstream>
+#include <iostream>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+using Ids = std::vector<int64_t>;
+using Loader = torch::inductor::AOTIModelPackageLoader;
+using Tensors = std::vector<at::Tensor>;
+
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+struct Request {
+  int64_t max_new_tokens = 0;
+  Ids prompt;
+  Ids forced;
+
+  // The most tokens its cache can hold; the last pick is never fed.
+  int64_t max_cached() const {
+    return static_cast<int64_t>(prompt.size()) + max_new_tokens - 1;
+  }
+};
+
+struct Job {
+  std::set<int64_t> stop;
+  std::vector<Request> requests;
+};
+
+// A request on its way: what it feeds next, and the pages it owns.
+struct Active {
+  size_t index = 0;
+  const Request* request = nullptr;
+  Ids pending;
+  Ids pages;
+  int64_t promised = 0;
+  int64_t cached = 0;
+  int64_t picked = 0;
+  bool done = false;
+};
+
+struct Geometry {
+  int64_t layers, heads_kv, head_dim, page_size, context;
+};
+
+// Hands out pages. A request that was let in is promised the most pages it may need, so it can
+// always grow; pages are taken only when tokens need them.
+class PageAllocator {
+ public:
+  PageAllocator(int64_t pages, int64_t page_size) : pages_(pages), page_size_(page_size) {
+    for (int64_t page = pages - 1; page >= 0; --page) {
+      free_.push_back(page);
+    }
+  }
+
+  bool open(Active& active) {
+    const int64_t need = ceil_div(active.request->max_cached(), page_size_);
+    if (need > pages_) {
+      throw std::runtime_error(
+          "Request " + std::to_string(active.index) + " needs " + std::to_string(need) +
+          " pages, but the pool has " + std::to_string(pages_) + ".");
+    }
+    if (promised_ + need > pages_) {
+      return false;
+    }
+    active.promised = need;
+    promised_ += need;
+    return true;
+  }
+
+  void grow(Active& active, int64_t tokens) {
+    while (static_cast<int64_t>(active.pages.size()) * page_size_ < tokens) {
+      active.pages.push_back(free_.back());
+      free_.pop_back();
+    }
+  }
+
+  void close(Active& active) {
+    free_.insert(free_.end(), active.pages.rbegin(), active.pages.rend());
+    promised_ -= active.promised;
+    active.pages.clear();
+  }
+
+ private:
+  int64_t pages_;
+  int64_t page_size_;
+  int64_t promised_ = 0;
+  Ids free_;
+};
+
+Ids read_ids(std::istream& in) {
+  size_t count = 0;
+  in >> count;
+  Ids ids;
+  for (int64_t id = 0; ids.size() < count && in >> id;) {
+    ids.push_back(id);
+  }
+  if (!in || ids.size() != count) {
+    throw std::runtime_error("A line of the input ends before its ids do.");
+  }
+  return ids;
+}
+
+Job read_job(std::istream& in, int64_t context) {
+  Job job;
+  for (std::string line; std::getline(in, line);) {
+    std::istringstream words(line);
+    std::string kind;
+    words >> kind;
+    if (kind == "stop") {
+      const Ids ids = read_ids(words);
+      job.stop.insert(ids.begin(), ids.end());
+    } else if (kind == "request") {
+      Request request;
+      words >> request.max_new_tokens;
+      request.prompt = read_ids(words);
+      request.forced = read_ids(words);
+      const bool enough = request.forced.empty() ||
+          static_cast<int64_t>(request.forced.size()) >= request.max_new_tokens;
+      if (request.prompt.empty() || request.max_new_tokens < 1 || !enough ||
+          request.max_cached() > context) {
+        throw std::runtime_error(
+            "Request " + std::to_string(job.requests.size()) +
+            " is empty, too long, or has fewer forced ids than new tokens.");
+      }
+      job.requests.push_back(std::move(request));
+    } else {
+      throw std::runtime_error("The input has a line that starts with '" + kind + "'.");
+    }
+  }
+  if (job.requests.empty()) {
+    throw std::runtime_error("The input has no request.");
+  }
+  return job;
+}
+
+// Views into one memory-mapped file: both packages use the same copy.
+std::unordered_map<std::string, at::Tensor> map_weights(const std::string& folder) {
+  std::ifstream index(folder + "/weights.txt");
+  if (!index) {
+    throw std::runtime_error("There is no weights.txt in " + folder + ".");
+  }
+  struct Entry {
+    std::string name;
+    int64_t offset;
+    std::vector<int64_t> shape;
+    int64_t count;
+  };
+  std::vector<Entry> entries;
+  int64_t total = 0;
+  for (std::string line; std::getline(index, line);) {
+    std::istringstream words(line);
+    Entry entry;
+    size_t rank = 0;
+    words >> entry.name >> entry.offset >> rank;
+    entry.shape.resize(rank);
+    entry.count = 1;
+    for (auto& extent : entry.shape) {
+      words >> extent;
+      entry.count *= extent;
+    }
+    if (!words) {
+      throw std::runtime_error("weights.txt has a malformed line: " + line);
+    }
+    total = std::max(total, entry.offset + entry.count);
+    entries.push_back(std::move(entry));
+  }
+  const auto values = at::from_file(folder + "/weights.bin", /*shared=*/false, total, at::kFloat);
+  std::unordered_map<std::string, at::Tensor> weights;
+  for (const auto& entry : entries) {
+    weights[entry.name] = values.narrow(0, entry.offset, entry.count).view(entry.shape);
+  }
+  return weights;
+}
+
+class Model {
+ public:
+  Model(const std::string& prefill, const std::string& decode, const std::string& weights)
+      : prefill_(prefill), decode_(decode), weights_(map_weights(weights)) {
+    for (Loader* loader : {&prefill_, &decode_}) {
+      loader->load_constants(
+          weights_, /*use_inactive=*/false, /*check_full_update=*/true, /*user_managed=*/true);
+    }
+    const auto metadata = prefill_.get_metadata();
+    const auto figure = [&](const char* name) {
+      const auto found = metadata.find(name);
+      if (found == metadata.end()) {
+        throw std::runtime_error(std::string("The package does not say its ") + name + ".");
+      }
+      return static_cast<int64_t>(std::stoll(found->second));
+    };
+    geometry = {
+        figure("layers"),
+        figure("heads_kv"),
+        figure("head_dim"),
+        figure("page_size"),
+        figure("context")};
+  }
+
+  void allocate_pools(int64_t pages) {
+    const auto& g = geometry;
+    for (int64_t pool = 0; pool < 2 * g.layers; ++pool) {
+      paged_.push_back(at::zeros({pages, g.page_size, g.heads_kv, g.head_dim}, at::kBFloat16));
+      flat_.push_back(paged_.back().flatten(0, 1));
+    }
+  }
+
+  at::Tensor prefill(Tensors inputs) {
+    inputs.insert(inputs.end(), flat_.begin(), flat_.end());
+    return prefill_.run(inputs).at(0);
+  }
+
+  at::Tensor decode(Tensors inputs) {
+    inputs.insert(inputs.end(), paged_.begin(), paged_.end());
+    return decode_.run(inputs).at(0);
+  }
+
+  Geometry geometry{};
+
+ private:
+  Loader prefill_;
+  Loader decode_;
+  std::unordered_map<std::string, at::Tensor> weights_;
+  // All key pools, then all value pools: the order of the packages' inputs.
+  Tensors paged_;
+  Tensors flat_;
+};
+
+at::Tensor tensor_of(const Ids& values, at::ScalarType dtype) {
+  return at::tensor(values, at::kLong).to(dtype);
+}
+
+// Feed the pending tokens of every request of the batch and return the ids picked.
+Ids run_step(Model& model, std::vector<Active*>& batch, int64_t width, bool prefill) {
+  Ids tokens, lengths, offsets{0}, table;
+  for (const Active* active : batch) {
+    tokens.insert(tokens.end(), active->pending.begin(), active->pending.end());
+    lengths.push_back(active->cached);
+    offsets.push_back(static_cast<int64_t>(tokens.size()));
+    table.insert(table.end(), active->pages.begin(), active->pages.end());
+    table.resize(lengths.size() * width, -1);
+  }
+  const auto rows = static_cast<int64_t>(batch.size());
+  const auto block_table = tensor_of(table, at::kInt).view({rows, width});
+  const auto cache_seqlens = tensor_of(lengths, at::kInt);
+  const auto logits = prefill
+      ? model.prefill(
+            {tensor_of(tokens, at::kLong), tensor_of(offsets, at::kInt), cache_seqlens,
+             block_table})
+      : model.decode({tensor_of(tokens, at::kLong), cache_seqlens, block_table});
+  const auto picks = logits.argmax(1).contiguous();
+  const auto* first = picks.const_data_ptr<int64_t>();
+  return Ids(first, first + rows);
+}
+
+void accept(Active& active, int64_t token, const std::set<int64_t>& stop) {
+  const Request& request = *active.request;
+  const bool forced = !request.forced.empty();
+  active.cached += static_cast<int64_t>(active.pending.size());
+  active.pending = {forced ? request.forced[active.picked] : token};
+  active.picked += 1;
+  active.done = active.picked == request.max_new_tokens || (!forced && stop.count(token) > 0);
+}
+
+void generate(Model& model, const Job& job, int64_t pages) {
+  const int64_t page_size = model.geometry.page_size;
+  PageAllocator allocator(pages, page_size);
+  model.allocate_pools(pages);
+  std::deque<Active> all;
+  std::deque<Active*> waiting;
+  std::vector<Active*> running;
+  int64_t width = 1;
+  for (const Request& request : job.requests) {
+    all.push_back({all.size(), &request, request.prompt});
+    waiting.push_back(&all.back());
+    width = std::max(width, ceil_div(request.max_cached(), page_size));
+  }
+  while (!waiting.empty() || !running.empty()) {
+    std::vector<Active*> batch;
+    while (!waiting.empty() && allocator.open(*waiting.front())) {
+      batch.push_back(waiting.front());
+      waiting.pop_front();
+    }
+    const bool prefill = !batch.empty();
+    if (prefill) {
+      running.insert(running.end(), batch.begin(), batch.end());
+    } else {
+      batch = running;
+    }
+    for (Active* active : batch) {
+      allocator.grow(*active, active->cached + static_cast<int64_t>(active->pending.size()));
+    }
+    const Ids tokens = run_step(model, batch, width, prefill);
+    std::cout << (prefill ? "prefill" : "decode");
+    for (size_t i = 0; i < batch.size(); ++i) {
+      Active& active = *batch[i];
+      accept(active, tokens[i], job.stop);
+      std::cout << ' ' << active.index << ':' << tokens[i] << (active.done ? "!" : "");
+      if (active.done) {
+        allocator.close(active);
+      }
+    }
+    std::cout << std::endl;
+    std::erase_if(running, [](const Active* active) { return active->done; });
+  }
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 5) {
+    std::cerr << "usage: generate PREFILL.pt2 DECODE.pt2 WEIGHTS PAGES < requests\n";
+    return 2;
+  }
+  try {
+    // Packages check their inputs only when asked to.
+    setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", /*overwrite=*/0);
+    c10::InferenceMode mode;
+    Model model(argv[1], argv[2], argv[3]);
+    const Job job = read_job(std::cin, model.geometry.context);
+    std::cout << "ready" << std::endl;
+    generate(model, job, std::stoll(argv[4]));
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << '\n';
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,1 @@
+"""Kernels: how the operators run."""

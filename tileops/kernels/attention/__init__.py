@@ -1,0 +1,1 @@
+"""One folder of kernels per operator stem."""

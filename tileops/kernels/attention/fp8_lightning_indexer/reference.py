@@ -1,0 +1,108 @@
+"""The lightning indexer in aten ops: tiles of queries, blocks of the keys in their windows.
+
+Products are float32 of exact e4m3 values: there is no float8 matmul on CPU.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.while_loop import while_loop_op
+
+from ops_registry.contract import E4M3
+from tileops.kernels.common.blockwise import (
+    INF,
+    Inputs,
+    by_group,
+    dense_segments,
+    tile_rows,
+    visible_range,
+    walk,
+)
+
+E4M3_MAX = 448.0
+BLOCKS = 32  # a row's blocks of keys at most: each is stored by a copy of the tile's rows
+LOGITS = 2**21  # logits of all heads in a block: 8 MiB
+
+
+def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
+    """index_q [B, S, H, D]; index_k [B, S_kv, G, D] -> logits [B, S, S_kv, G]."""
+    q, k = call.index_q, call.index_k
+    batch, length, heads, dim = q.shape
+    keys, groups = k.shape[1], k.shape[2]
+    block = torch.sym_max((keys + BLOCKS - 1) // BLOCKS, 1024)
+    block = torch.sym_min(block, torch.sym_max(keys, 2))
+    tile = tile_rows(length, 1, torch.sym_min(torch.sym_max(LOGITS // (heads * block), 2), 64))
+    starts, lengths = dense_segments(batch, length, q.device)
+    inputs = {
+        "q": q.flatten(0, 1),
+        "k": k.flatten(0, 1),
+        "weights": call.weights,
+        "ks": call.cu_seqlen_ks.to(torch.int64),
+        "ke": call.cu_seqlen_ke.to(torch.int64),
+        "first": torch.arange(batch, device=q.device) * keys,
+        "length": torch.zeros(1, dtype=torch.int64, device=q.device) + keys,
+        "lanes": torch.arange(block, device=q.device),
+        "columns": torch.arange(keys + block, device=q.device),
+    }
+    if call.index_k_scale is not None:
+        inputs["scale"] = call.index_k_scale.flatten(0, 1)
+    names = tuple(inputs)
+
+    def more(at: Tensor, logits: Tensor, end: Tensor, *_: Tensor):
+        return at < end
+
+    def visit(
+        at: Tensor, logits: Tensor, end: Tensor, b: Tensor, lo: Tensor, hi: Tensor,
+        queries: Tensor, weights: Tensor, *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        x = dict(zip(names, tensors, strict=True))
+        column = at + x["lanes"]
+        # A lane past the end repeats the last key; its logit lands outside every window.
+        rows = x["first"].index_select(0, b) + torch.minimum(column, end - 1)
+        key, scale = load_keys(x, rows)
+        dots = torch.bmm(queries, key.permute(1, 2, 0))
+        dots = dots.reshape(groups, heads // groups, -1, column.shape[0])
+        total = (torch.relu(dots) * weights).sum(1)
+        if scale is not None:
+            total = total * scale.t()[:, None, :]
+        seen = (column >= lo[:, None]) & (column < hi[:, None])
+        total = torch.where(seen, total, -INF).permute(1, 2, 0)
+        return at + column.shape[0], logits.index_copy(1, column, total)
+
+    def step(x: Inputs, b: Tensor, rows: Tensor, local: Tensor, live: Tensor):
+        lo, hi = x["ks"].index_select(0, local), x["ke"].index_select(0, local)
+        lo, hi, begin, end = visible_range(lo, hi, x["length"], live)
+        queries = x["q"].index_select(0, rows)
+        if queries.dtype != E4M3:
+            queries = to_e4m3(queries.to(torch.float32))
+        queries = by_group(queries.to(torch.float32), groups)
+        weights = x["weights"].index_select(0, local).t()
+        weights = weights.reshape(groups, heads // groups, -1, 1)
+        # As many spare columns as a block, for the lanes past the last key.
+        logits = queries.new_full((rows.shape[0], x["columns"].shape[0], groups), -INF)
+        _, logits = while_loop_op(
+            more, visit, (begin, logits), (end, b, lo, hi, queries, weights, *x.values())
+        )
+        return (logits[:, : x["columns"].shape[0] - x["lanes"].shape[0]],)
+
+    with torch.autocast(q.device.type, enabled=False):
+        (logits,) = walk(
+            step, inputs, starts, lengths, batch * length, tile,
+            [((keys, groups), torch.float32, -INF)],
+        )
+    out.copy_(logits.reshape(out.shape))
+
+
+def load_keys(x: Inputs, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Codes [n, G, D] as float32 and their scale [n, G], if any; bfloat16 keys get one."""
+    key = x["k"].index_select(0, rows).to(torch.float32)
+    if x["k"].dtype == E4M3:
+        return key, x["scale"].index_select(0, rows) if "scale" in x else None
+    scale = key.abs().amax(-1).clamp(min=1e-4) / E4M3_MAX
+    return to_e4m3(key * scale.reciprocal()[..., None]).to(torch.float32), scale
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Saturating cast of float32; NaN stays NaN."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)

@@ -1,0 +1,42 @@
+"""Dense GQA in aten ops: the blockwise engine over equal requests laid end to end."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tileops.kernels.common.blockwise import Window, attend, dense_segments, packed_rows
+from tileops.kernels.common.blockwise_backward import attend_backward
+from tileops.kernels.common.gqa_hooks import hooks_of, score_scale, softcap_of
+
+
+def gqa_dense_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
+    """Fill o [B, S_q, H, D] and lse [B, H, S_q]."""
+    o, lse = out
+    batch, s_q, heads, dim = call.q.shape
+    s_kv, heads_kv = call.k.shape[1:3]
+    q_start, q_len = dense_segments(batch, s_q, call.q.device)
+    kv_start, kv_len = dense_segments(batch, s_kv, call.q.device)
+    hooks = hooks_of(call)
+    rows, natural = attend(
+        call.q.reshape(batch * s_q, heads, dim),
+        q_start,
+        q_len,
+        kv_len,
+        {
+            "k": call.k.reshape(batch * s_kv, heads_kv, dim),
+            "v": call.v.reshape(batch * s_kv, heads_kv, dim),
+            "kv_start": kv_start,
+            **hooks.inputs,
+        },
+        packed_rows(hooks.key),
+        Window(call.is_causal, call.window_size_left, call.window_size_right),
+        scale=score_scale(call),
+        heads_kv=heads_kv,
+        value_dim=dim,
+        softcap=softcap_of(call),
+        query=hooks.query,
+        finish=hooks.finish,
+        out_dtype=o.dtype,
+    )
+    o.copy_(rows.reshape(o.shape))
+    lse.copy_(natural.reshape(heads, batch, s_q).transpose(0, 1))

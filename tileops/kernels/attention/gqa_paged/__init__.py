@@ -1,0 +1,1 @@
+"""Kernels of grouped-query attention over a paged KV cache."""

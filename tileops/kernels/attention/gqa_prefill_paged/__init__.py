@@ -1,0 +1,1 @@
+"""Kernels of the paged prefill that appends to its cache."""

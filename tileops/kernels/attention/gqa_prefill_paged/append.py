@@ -1,0 +1,45 @@
+"""Where the new tokens go, and what they look like there: shared by both kernels, traceable."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def destinations(call: Any) -> tuple[Tensor, Tensor]:
+    """Position in its request [T_q] and pool row [T_q] of each packed token, int64.
+
+    The pool row is outside the pool for tokens that are not to be stored: those of no request,
+    those past the table, and those whose page is outside the pool.
+    """
+    cu = call.cu_seqlens_q.to(torch.int64)
+    rows = torch.arange(call.q.shape[0], device=cu.device)
+    request = torch.searchsorted(cu[1:].contiguous(), rows, right=True)
+    shift = torch.nn.functional.pad(call.cache_seqlens.to(torch.int64) - cu[:-1], (0, 1))
+    position = rows + shift.index_select(0, request)
+    # One more row and column of the table stand for "nowhere".
+    table = torch.nn.functional.pad(call.block_table, (0, 1, 0, 1), value=-1)
+    width = table.shape[1]
+    column = torch.div(position, call.page_size, rounding_mode="floor")
+    column = torch.where((column >= 0) & (rows >= cu[:1]), column.clamp(max=width - 1), width - 1)
+    page = table.flatten().index_select(0, request * width + column).to(torch.int64)
+    return position, page * call.page_size + position % call.page_size
+
+
+def frequencies(call: Any) -> Tensor:
+    """rope_base ** (-2 f / R) for f < R / 2, float64."""
+    width = call.rotary_dim or call.q.shape[2]
+    exponents = torch.arange(width // 2, dtype=torch.float64, device=call.q.device) * (-2 / width)
+    return torch.pow(call.rope_base, exponents)
+
+
+def rotated(rows: Tensor, position: Tensor, frequency: Tensor) -> Tensor:
+    """rows [n, heads, D] turned to positions [n], in float32.
+
+    The angles are float64: at position 131072 those of float32 are off by 3.5e-2.
+    """
+    angle = position[:, None] * frequency
+    cos, sin = (x.to(torch.float32)[:, None] for x in (angle.cos(), angle.sin()))
+    half = frequency.shape[0]
+    first, second, rest = rows.to(torch.float32).split((half, half, rows.shape[2] - 2 * half), -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)

@@ -1,0 +1,1 @@
+"""Kernels of packed variable-length GQA."""

@@ -1,0 +1,1 @@
+"""Kernels of multi-head decode over a paged KV cache."""

@@ -1,0 +1,1 @@
+"""Kernels of native sparse attention over compressed chunks."""

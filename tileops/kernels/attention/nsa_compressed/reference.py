@@ -1,0 +1,37 @@
+"""Compressed attention in aten ops, a block of chunks at a time."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tileops.kernels.common.blockwise import FAR, ClosedChunks, Inputs, attend, packed_segments
+
+
+def nsa_compressed_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
+    """q [T, H, DK]; k_cmp [C, H_kv, DK]; v_cmp [C, H_kv, DV] -> o [T, H, DV], lse [H, T]."""
+    starts, lengths = packed_segments(call.offsets)
+    chunk_starts, chunks = packed_segments(call.chunk_offsets)
+    o, lse = attend(
+        call.q,
+        starts,
+        lengths,
+        chunks,
+        {"k": call.k_cmp, "v": call.v_cmp, "kv_start": chunk_starts},
+        load_chunks,
+        ClosedChunks(call.bs),
+        scale=call.scale,
+        heads_kv=call.k_cmp.shape[1],
+        value_dim=call.v_cmp.shape[2],
+    )
+    out[0].copy_(o)
+    out[1].copy_(lse)
+
+
+def load_chunks(x: Inputs, b: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of chunks [n] of request b; a row outside the pool raises."""
+    rows = x["kv_start"].index_select(0, b) + chunks
+    # Compiled indexing counts negative rows from the end; here they have to raise.
+    rows = torch.where(rows < 0, FAR, rows)
+    k, v = (x[name].index_select(0, rows).to(torch.float32) for name in ("k", "v"))
+    return k, v

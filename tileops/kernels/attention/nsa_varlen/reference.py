@@ -1,0 +1,65 @@
+"""Attention over selected blocks in aten ops: every token gathers its own keys."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tileops.kernels.common.blockwise import Inputs
+from tileops.kernels.common.gathered import attend_gathered, last_slot
+
+
+def nsa_varlen_fwd(out: Tensor, call: Any) -> None:
+    """q, o [T, H, D]; k, v [T, H_kv, D]; block_indices [T, H_kv, SEL].
+
+    The lanes of a token are its slots, each as wide as a block (or as the longest visible
+    prefix, if that is less).
+    """
+    size = call.block_size
+
+    def prepare(x: Inputs, rows: Tensor, live: Tensor) -> tuple[Inputs, Tensor]:
+        # The request of a row; rows past the last offset fall into an empty one.
+        request = torch.searchsorted(x["ends"], rows, right=True)
+        first = x["first"].index_select(0, request)
+        length = x["last"].index_select(0, request) - first
+        local = rows - first
+        limit = torch.where(local >= 0, length, 0)
+        if call.is_causal:
+            limit = torch.minimum(limit, local + 1)
+        limit = torch.where(live, limit, 0)
+        blocks = x["blocks"].index_select(0, rows).to(torch.int64)
+        counts = x["counts"].index_select(0, rows)
+        # Compared as block numbers: a huge id times the block size would overflow.
+        last_block = torch.div(limit - 1, size, rounding_mode="floor")
+        used = x["slots"] < counts[:, :, None]
+        used = used & (blocks >= 0) & (blocks <= last_block[:, None, None])
+        width = limit.amax().clamp(1, size)
+        own = {
+            "first": first[:, None, None],
+            "limit": limit[:, None, None],
+            "blocks": torch.where(used, blocks, -1),
+            "width": width,
+        }
+        return own, last_slot(used, x["slots"]) * width
+
+    def pick(x: Inputs, lanes: Tensor) -> tuple[Tensor, Tensor]:
+        slot = torch.div(lanes, x["width"], rounding_mode="floor")
+        block = x["blocks"].index_select(2, slot.clamp(max=x["blocks"].shape[2] - 1))
+        key = block * size + lanes % x["width"]
+        return x["first"] + key, (block >= 0) & (key < x["limit"])
+
+    offsets = call.offsets.to(torch.int64)
+    inputs = {
+        "ends": offsets[1:],
+        "first": offsets,
+        "last": torch.cat([offsets[1:], offsets[-1:]]),
+        "blocks": call.block_indices,
+        "counts": call.block_counts,
+        "slots": torch.arange(call.block_indices.shape[2], device=call.q.device),
+    }
+    out.copy_(
+        attend_gathered(
+            call.q, call.k, call.v, inputs, prepare, pick,
+            scale=call.scale, value_dim=call.q.shape[2],
+        )
+    )

@@ -1,0 +1,1 @@
+"""What two families of kernels share unchanged."""

@@ -1,0 +1,395 @@
+"""Attention in aten ops, a block at a time: what every operator's reference is built from.
+
+A reference has to be traceable (it is what an AOTInductor package on CPU contains) and still
+serve long sequences, so nothing here is as large as S x S and nothing in Python looks at the
+contents of a tensor or branches on a size. Three nested `while_loop_op` with data-dependent bounds
+do it: frames of packed rows, tiles of one request's rows inside a frame, blocks of visible keys.
+
+The frames exist because a traced loop cannot write in place: every store into a carried tensor
+copies it. A tile stores into its frame, and only a full frame into the whole result, so that many
+small requests do not each copy everything.
+
+Loop bodies must not close over tensors or symbolic sizes: callbacks receive a dict of tensors.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.while_loop import while_loop_op
+
+Inputs = dict[str, Tensor]
+"""The tensors a callback may read, by name. Names with a leading underscore are the engine's."""
+
+Load = Callable[[Inputs, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(inputs, b [1], keys [n]) -> k [n, H_kv, D], v [n, H_kv, D_v]; keys are always in range."""
+
+Rows = Callable[[Inputs, Tensor, Tensor, Tensor], Tensor]
+"""(inputs, b [1], positions [n], rows [n, heads, D]) -> rows of the same shape."""
+
+Step = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], Sequence[Tensor]]
+"""(inputs, b [1], rows [n], local [n], live [n]) -> one [n, *tail] per output of `walk`."""
+
+FRAME_ROWS = 256
+FAR = 2**62  # beyond every row and key, and safe to add a block size to
+UNBOUNDED = 2**40  # a window no sequence fills; larger ones are cut to it, so sums cannot wrap
+INF = float("inf")
+
+
+class Bounds(Protocol):
+    """Which keys a query row sees: the half-open interval [lo, hi), cut to [0, kv_len) later."""
+
+    @property
+    def reach(self) -> int | None:
+        """The most keys one row can see, when an option bounds it."""
+
+    def __call__(self, local: Tensor, q_len: Tensor, kv_len: Tensor) -> tuple[Tensor, Tensor]:
+        """Map a request's query indices [n] and its lengths [1] to lo [n] and hi [n]."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Causal and sliding-window visibility; a bound of -1 is no bound, both are inclusive."""
+
+    is_causal: bool = True
+    left: int = -1
+    right: int = -1
+
+    @property
+    def before(self) -> int:
+        """How far behind its own position a row still sees."""
+        return UNBOUNDED if self.left < 0 else min(self.left, UNBOUNDED)
+
+    @property
+    def after(self) -> int:
+        """How far ahead of its own position a row still sees."""
+        if self.is_causal:
+            return 0
+        return UNBOUNDED if self.right < 0 else min(self.right, UNBOUNDED)
+
+    @property
+    def reach(self) -> int | None:
+        width = self.before + self.after + 1
+        return width if width <= UNBOUNDED else None
+
+    def __call__(self, local: Tensor, q_len: Tensor, kv_len: Tensor) -> tuple[Tensor, Tensor]:
+        position = local + (kv_len - q_len)
+        return position - self.before, position + (self.after + 1)
+
+    def queries(self, key: Tensor, q_len: Tensor, kv_len: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverse: the query indices [lo, hi) that see each key [n]."""
+        local = key - (kv_len - q_len)
+        return local - self.after, local + (self.before + 1)
+
+
+@dataclass(frozen=True)
+class ClosedChunks:
+    """NSA compression: token t sees the chunks of `size` tokens that end at or before it."""
+
+    size: int
+    reach: int | None = None
+
+    def __call__(self, local: Tensor, q_len: Tensor, kv_len: Tensor) -> tuple[Tensor, Tensor]:
+        hi = torch.div(local + 1, self.size, rounding_mode="floor")
+        return torch.zeros_like(hi), hi
+
+
+def dense_offsets(batch: int, length: int, device: torch.device) -> Tensor:
+    """Offsets [B + 1] of `batch` requests of one `length`, laid end to end."""
+    return torch.arange(batch + 1, dtype=torch.int64, device=device) * length
+
+
+def packed_lengths(cu_seqlens: Tensor) -> Tensor:
+    """Lengths [B + 1] of the requests that offsets [B + 1] delimit; the last is 0 and unused.
+
+    Slicing to [B] would make torch guard on B - 1 when it traces.
+    """
+    offsets = cu_seqlens.to(torch.int64)
+    number = torch.arange(offsets.shape[0], device=offsets.device)
+    return offsets.index_select(0, (number + 1).clamp(max=offsets.shape[0] - 1)) - offsets
+
+
+def packed_rows(key: Rows | None = None, value: Rows | None = None) -> Load:
+    """Load from k [T_kv, H_kv, D], v [T_kv, H_kv, D_v], kv_offsets [B + 1] among the inputs.
+
+    `key` and `value` rotate or dequantize a block in the compute dtype.
+    """
+
+    def load(x: Inputs, b: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        rows = take(x["kv_offsets"], b).to(torch.int64) + keys
+        return fetch(x, "k", rows, key, b, keys), fetch(x, "v", rows, value, b, keys)
+
+    return load
+
+
+def paged_rows(page_size: int, key: Rows | None = None, value: Rows | None = None) -> Load:
+    """Load from flat pools k [N, H_kv, D], v [N, H_kv, D_v] through table [B, W].
+
+    A used page id outside the pool raises; entries past a request's last page are never read.
+    """
+
+    def load(x: Inputs, b: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        rows = paged_address(x["table"], b, keys, page_size)
+        return fetch(x, "k", rows, key, b, keys), fetch(x, "v", rows, value, b, keys)
+
+    return load
+
+
+def paged_address(table: Tensor, b: Tensor, keys: Tensor, page_size: int) -> Tensor:
+    """Pool rows [n] of the logical positions keys [n] of request b [1]."""
+    column = torch.div(keys, page_size, rounding_mode="floor")
+    page = take(take(table, b), column, dim=1)[0].to(torch.int64)
+    # Compiled indexing counts negative ids from the end; here they have to raise.
+    return torch.where(page < 0, FAR, page * page_size + keys % page_size)
+
+
+def fetch(
+    x: Inputs, name: str, rows: Tensor, hook: Rows | None, b: Tensor, positions: Tensor
+) -> Tensor:
+    """Rows of an input in the compute dtype, through `hook` if there is one."""
+    block = take(x[name], rows).to(compute_dtype(x["_q"]))
+    return block if hook is None else hook(x, b, positions, block)
+
+
+def take(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+    """`index_select`, which a compiler also accepts in a branch that an empty x never reaches."""
+    size = x.shape[dim]
+    if isinstance(size, int) and size == 0:
+        shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
+        return x.new_zeros(shape).index_select(dim, index.clamp(min=1))
+    return x.index_select(dim, index)
+
+
+def compute_dtype(q: Tensor) -> torch.dtype:
+    """Float32, except that float64 tensors (gradcheck) stay float64."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def attend(
+    q: Tensor,
+    q_offsets: Tensor,
+    kv_len: Tensor,
+    inputs: Inputs,
+    load: Load,
+    bounds: Bounds,
+    *,
+    scale: float,
+    heads_kv: int,
+    value_dim: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    query: Rows | None = None,
+    finish: Rows | None = None,
+    out_dtype: torch.dtype | None = None,
+    block_q: int | None = None,
+    block_k: int = 256,
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed queries: o [T_q, H, D_v] and natural-log lse [H, T_q] of the keys.
+
+    Args:
+        q: [T_q, H, D], any floating dtype.
+        q_offsets: [B + 1] ascending row numbers; rows outside every request give 0 and -inf,
+            as do rows that see no key.
+        kv_len: [B] (a longer tensor serves too, its tail is not read).
+        inputs: what the callbacks read, e.g. k, v, kv_offsets or table, cos, sin, scales. Each
+            size that may be a symbol has to be, by itself, an extent of one of q, q_offsets,
+            kv_len and these: q4.reshape(B * S, ...) needs q4 here as well, read or not.
+        load: fetches a block of keys and values, see `packed_rows` and `paged_rows`.
+        bounds: which keys a row sees; blocks that no row of a tile sees are not visited.
+        scale, softcap: of the logits; softcap 0 is none.
+        heads_kv, value_dim: H_kv and D_v.
+        sinks: [H] natural-log logits that join the denominator and not lse.
+        query: rotates or dequantizes q [n, H, D] at key positions [n].
+        finish: scales o [n, H, D_v] before it is rounded.
+        out_dtype: of o, q's when None. lse is float32 (float64 for a float64 q).
+        block_q, block_k: rows of a tile and keys of a block. Fixed numbers, since tracing guards
+            on arithmetic that picks a size: a decode operator asks for 1 and 1024.
+    """
+    heads, dim, heads_kv, value_dim = (int(n) for n in (*q.shape[1:], heads_kv, value_dim))
+    group = heads // heads_kv
+    dtype = compute_dtype(q)
+    tile = block_q or max(16, 128 // group)
+    block = key_block(heads, heads_kv, max(dim, value_dim), tile, block_k, bounds.reach)
+    held = {
+        **inputs,
+        "_q": q,
+        "_q_offsets": q_offsets.to(torch.int64),
+        "_kv_len": kv_len.to(torch.int64),
+        "_keys": torch.arange(block, device=q.device),
+    }
+    if sinks is not None:
+        held["_sinks"] = sinks.to(dtype)
+    names = tuple(held)
+
+    def more(at: Tensor, top: Tensor, total: Tensor, acc: Tensor, end: Tensor, *_: Tensor):
+        return at < end
+
+    def visit(
+        at: Tensor, top: Tensor, total: Tensor, acc: Tensor, end: Tensor, b: Tensor, lo: Tensor,
+        hi: Tensor, queries: Tensor, *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        x = dict(zip(names, tensors, strict=True))
+        keys = at + x["_keys"]
+        # A lane past the end repeats the last visible key: stale rows are not even read.
+        k, v = load(x, b, torch.minimum(keys, end - 1))
+        logits = torch.bmm(queries, k.permute(1, 2, 0))
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        seen = (keys >= lo[:, None]) & (keys < hi[:, None])
+        shape = (heads_kv, group, *seen.shape)
+        logits = torch.where(seen, logits.reshape(shape), -INF).reshape(logits.shape)
+        new_top = torch.maximum(top, logits.amax(-1, keepdim=True))
+        anchor = torch.where(new_top == -INF, 0.0, new_top)
+        weight = torch.exp(logits - anchor)
+        fade = torch.exp(top - anchor)
+        total = total * fade + weight.sum(-1, keepdim=True)
+        acc = acc * fade + torch.bmm(weight, v.permute(1, 0, 2))
+        return at + keys.shape[0], new_top, total, acc
+
+    def step(x: Inputs, b: Tensor, rows: Tensor, local: Tensor, live: Tensor):
+        q_len = take(x["_q_offsets"], b + 1) - take(x["_q_offsets"], b)
+        kv_len = take(x["_kv_len"], b)
+        lo, hi = bounds(local, q_len, kv_len)
+        lo, hi, begin, end = visible_range(lo, hi, kv_len, live)
+        part = take(x["_q"], rows).to(dtype)
+        if query is not None:
+            position = torch.where(live[:1], local + (kv_len - q_len), 0)
+            part = query(x, b, position, part)
+        queries = by_group(part * scale, heads_kv)
+        acc = queries.new_zeros(heads_kv, queries.shape[1], value_dim)
+        total = queries.new_zeros(heads_kv, queries.shape[1], 1)
+        _, top, total, acc = while_loop_op(
+            more, visit, (begin, torch.full_like(total, -INF), total, acc),
+            (end, b, lo, hi, queries, *x.values()),
+        )
+        lse = top + torch.log(total)
+        denominator = total
+        if sinks is not None:
+            sink = x["_sinks"].reshape(heads_kv, group, 1, 1).expand(-1, -1, rows.shape[0], 1)
+            sink = sink.reshape(top.shape)
+            peak = torch.maximum(top, sink)
+            shrink = torch.exp(top - peak)
+            # Equality, not a difference, so that an infinite sink is 1 and not NaN.
+            alone = torch.where(sink == peak, 1.0, torch.exp(sink - peak))
+            acc, denominator = acc * shrink, total * shrink + alone
+        o = by_row(torch.where(top == -INF, 0.0, acc / denominator), rows.shape[0])
+        if finish is not None:
+            o = finish(x, b, local, o)
+        return o, lse.reshape(heads, rows.shape[0]).t()
+
+    with torch.autocast(q.device.type, enabled=False):
+        o, lse = walk(
+            step, held, q_offsets, q.shape[0], tile,
+            [((heads, value_dim), out_dtype or q.dtype, 0.0), ((heads,), dtype, -INF)],
+        )
+    return o, lse.t().contiguous()
+
+
+def key_block(
+    heads: int, heads_kv: int, dim: int, tile: int, limit: int, reach: int | None
+) -> int:
+    """Keys of a block: 4 MiB of float32 keys, 8 MiB of logits, little more than a window."""
+    fits = max(64, min(limit, 2**20 // (heads_kv * dim), 2**21 // (heads * tile)))
+    return fits if reach is None else min(fits, (tile + reach + 15) // 16 * 16)
+
+
+def visible_range(
+    lo: Tensor, hi: Tensor, length: Tensor, live: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cut [lo, hi) to [0, length), nothing for dead rows; also the 0-dim hull [begin, end)."""
+    lo = lo.clamp(min=0)
+    hi = torch.where(live, torch.minimum(hi, length), 0)
+    return lo, hi, torch.where(lo < hi, lo, FAR).amin(), hi.amax()
+
+
+def by_group(rows: Tensor, heads_kv: int) -> Tensor:
+    """[n, H, D] -> [H_kv, g * n, D], the query heads of a group stacked."""
+    n, heads, dim = rows.shape
+    grouped = rows.reshape(n, heads_kv, heads // heads_kv, dim).permute(1, 2, 0, 3)
+    return grouped.reshape(heads_kv, heads // heads_kv * n, dim)
+
+
+def by_row(grouped: Tensor, n: int) -> Tensor:
+    """[H_kv, g * n, D] -> [n, H, D], the inverse of `by_group`."""
+    heads_kv, stacked, dim = grouped.shape
+    group = stacked // n
+    rows = grouped.reshape(heads_kv, group, n, dim).permute(2, 0, 1, 3)
+    return rows.reshape(n, heads_kv * group, dim)
+
+
+def walk(
+    step: Step,
+    inputs: Inputs,
+    offsets: Tensor,
+    rows: int,
+    tile: int,
+    outputs: Sequence[tuple[tuple[int, ...], torch.dtype, float]],
+) -> tuple[Tensor, ...]:
+    """Run `step` on tiles of each request's packed rows and return the outputs [rows, *tail].
+
+    Args:
+        step: gets at most `tile` consecutive rows of request b: row numbers, the same within the
+            request, and which are live. Dead lanes repeat a live row, or row 0 if there is none.
+        offsets: [B + 1] ascending. Whatever they hold, the walk ends.
+        rows: total packed rows; those of no request keep the fill value.
+        outputs: (tail shape, dtype, fill value) each.
+    """
+    names, count = tuple(inputs), len(outputs)
+    fills = [fill for _, _, fill in outputs]
+    device = offsets.device
+    frame = -(-FRAME_ROWS // tile) * tile
+    offsets = offsets.to(torch.int64)
+
+    def in_frame(b: Tensor, cursor: Tensor, *rest: Tensor) -> Tensor:
+        edge, offsets = rest[count : count + 2]
+        left = (cursor < edge) & (b < offsets.shape[0] - 1)
+        return left & (take(offsets, b.reshape(1)).reshape(()) < edge)
+
+    def fill_tile(b: Tensor, cursor: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        parts, (edge, offsets, lanes, _, *tensors) = rest[:count], rest[count:]
+        request = b.reshape(1)
+        head, tail = take(offsets, request), take(offsets, request + 1)
+        begin = torch.maximum(head, cursor)
+        stop = torch.minimum(tail, edge)
+        live = begin + lanes < stop
+        at = torch.where(live[:1], torch.minimum(begin + lanes, stop - 1), 0)
+        local = torch.where(live[:1], at - head, 0)
+        found = step(dict(zip(names, tensors, strict=True)), request, at, local, live)
+        # Dead lanes land in one spare row past the frame.
+        slot = torch.where(live, at - (edge - frame), frame)
+        parts = [p.index_copy(0, slot, f.to(p.dtype)) for p, f in zip(parts, found, strict=True)]
+        following = begin + tile
+        done = tail <= torch.minimum(following, edge)
+        cursor = torch.where(done, torch.maximum(cursor, tail), following)
+        return torch.where(done, request + 1, request).reshape(()), cursor.reshape(()), *parts
+
+    def remaining(row: Tensor, b: Tensor, *rest: Tensor) -> Tensor:
+        return (row < rest[0].shape[0] - frame) & (b < rest[count].shape[0] - 1)
+
+    def fill_frame(row: Tensor, b: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        outs, shared = rest[:count], rest[count:]
+        parts = [
+            out.new_full((frame + 1, *out.shape[1:]), fill)
+            for out, fill in zip(outs, fills, strict=True)
+        ]
+        b, _, *parts = while_loop_op(in_frame, fill_tile, (b, row, *parts), (row + frame, *shared))
+        slot = row + shared[2]
+        outs = [
+            out.index_copy(0, slot, part[:-1]) for out, part in zip(outs, parts, strict=True)
+        ]
+        return row + frame, b, *outs
+
+    # One frame of slack, so that the last frame is stored like the others.
+    outs = [
+        torch.full((rows + frame, *tail), fill, dtype=dtype, device=device)
+        for tail, dtype, fill in outputs
+    ]
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    lanes, slots = torch.arange(tile, device=device), torch.arange(frame, device=device)
+    _, _, *outs = while_loop_op(
+        remaining, fill_frame, (zero, torch.zeros_like(zero), *outs),
+        (offsets, lanes, slots, *inputs.values()),
+    )
+    return tuple(out[:rows] for out in outs)
