@@ -7,6 +7,7 @@ nobody asked for a gradient. So the formula calls an operator whose kernel raise
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,24 +19,35 @@ if TYPE_CHECKING:
 
 
 def define_refusal(library: torch.library.Library) -> None:
-    """`tileops::refuse_gradient(Tensor like, str why) -> Tensor`: traces, raises when run."""
+    """`tileops::refuse_gradient`: traces, raises when run.
+
+    It takes the incoming gradients because a compiler runs in the forward pass whatever does not
+    depend on them.
+    """
     library.define(
-        "refuse_gradient(Tensor like, str why) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+        "refuse_gradient(Tensor like, Tensor[] grads, str why) -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag,),
     )
 
-    def run(like: torch.Tensor, why: str) -> torch.Tensor:
+    def run(like: torch.Tensor, grads: list[torch.Tensor], why: str) -> torch.Tensor:
         raise GradientError(why)
 
-    def fake(like: torch.Tensor, why: str) -> torch.Tensor:
+    def fake(like: torch.Tensor, grads: list[torch.Tensor], why: str) -> torch.Tensor:
         return like.new_empty(like.shape)
 
     library.impl("refuse_gradient", run, "CompositeExplicitAutograd")
     torch.library.register_fake("tileops::refuse_gradient", fake, lib=library)
 
 
-def refused(like: torch.Tensor, why: str) -> torch.Tensor:
-    """A gradient shaped like `like` that raises GradientError(why) when it is computed."""
-    return torch.ops.tileops.refuse_gradient.default(like.detach(), why)
+def refused(
+    like: torch.Tensor, grads: Iterable[torch.Tensor | None], why: str
+) -> torch.Tensor:
+    """A gradient shaped like `like` that raises GradientError(why) when it is computed.
+
+    grads: the gradients of the outputs, None for those without.
+    """
+    incoming = [grad.detach() for grad in grads if grad is not None]
+    return torch.ops.tileops.refuse_gradient.default(like.detach(), incoming, why)
 
 
 def no_gradient(name: str) -> str:
@@ -66,7 +78,7 @@ def refuse_gradients(
         saved = iter(ctx.saved_tensors)
         found = [next(saved) if is_tensor else None for is_tensor in ctx.tensors]
         return tuple(
-            refused(x, why) if x is not None and needed else None
+            refused(x, grads, why) if x is not None and needed else None
             for x, needed in zip(found, ctx.needs_input_grad, strict=False)
         )
 
@@ -88,7 +100,7 @@ def _refuse_below_autograd(contract: OpContract, library: torch.library.Library)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            return refused(ctx.saved_tensors[0], why), None
+            return refused(ctx.saved_tensors[0], grads, why), None
 
     def autograd(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
@@ -106,7 +118,10 @@ def _refuse_below_autograd(contract: OpContract, library: torch.library.Library)
 
 
 def refused_arguments(
-    contract: OpContract, call: Any, needed: tuple[bool, ...]
+    contract: OpContract,
+    call: Any,
+    needed: tuple[bool, ...],
+    grads: Iterable[torch.Tensor | None],
 ) -> dict[str, torch.Tensor | None]:
     """Refusing gradients for the arguments that were asked for one and have none.
 
@@ -126,5 +141,5 @@ def refused_arguments(
             why = f"{name} has no gradient in a float8_e4m3fn call, use 16-bit inputs to train"
         else:
             continue
-        refusals[name] = refused(value, f"{contract.name}: {why}")
+        refusals[name] = refused(value, grads, f"{contract.name}: {why}")
     return refusals

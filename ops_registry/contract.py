@@ -31,6 +31,17 @@ from .targets import Kernel, Lowering, builtin_kernel, select
 NAMESPACE = "tileops"
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag,)
+
+
+def imported_twice(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{NAMESPACE}::{name} is defined already: the package was imported twice in this "
+        "process, under two paths or by a reload; start a new process"
+    )
+
+
+if hasattr(getattr(torch.ops, NAMESPACE), "refuse_gradient"):
+    raise imported_twice("refuse_gradient")
 define_refusal(LIBRARY)
 
 HALF = (torch.float16, torch.bfloat16)
@@ -142,10 +153,7 @@ class OpContract:
 def define(contract: OpContract) -> OpContract:
     """Put the contract's schema on the dispatcher and return the contract."""
     if contract.name in CONTRACTS:
-        raise RuntimeError(
-            f"{NAMESPACE}::{contract.name} is defined already: the package was imported twice in "
-            "this process, under two paths or by a reload; start a new process"
-        )
+        raise imported_twice(contract.name)
     LIBRARY.define(contract.name + contract.signature, tags=TAGS)
     tensors = [a.name for a in contract.schema.arguments if "Tensor" in str(a.type)]
     leading = [a.name for a in contract.schema.arguments[: len(tensors)]]

@@ -41,7 +41,7 @@ install_environment() {
         }
     fi
     # torch alone and first, by its exact version: any looser request may resolve to another build.
-    pip_install "torch==$TORCH"
+    pip_install -c "$pins" "torch==$TORCH"
     pip_install -c "$pins" -e "$ROOT[$1]"
     pip_install --no-deps "$MODEL"
 }

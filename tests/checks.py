@@ -120,6 +120,8 @@ def with_layout(case: Case, call: Any, layout: str) -> Any:
             continue
         if layout == "expanded" and (x.dim() < 3 or not x.is_floating_point()):
             continue
+        if layout == "expanded" and case.expandable is not None and name not in case.expandable:
+            continue
         changed[name] = relayout(x, layout)
     return call._replace(**changed)
 
@@ -278,7 +280,7 @@ def dims_of(case: Case, call: Any) -> tuple[Any, ...]:
     def parse(text: str) -> Any:
         letter, _, plus = text.partition("+")
         factor, _, name = letter.rpartition("*")
-        dim = dims.setdefault(name, torch.export.Dim(name, min=0, max=1 << 20))
+        dim = dims.setdefault(name, torch.export.Dim(f"dim_{name}", min=0, max=1 << 20))
         if factor:
             dim = int(factor) * dim
         return dim + int(plus) if plus else dim

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,9 +24,9 @@ def page(name):
     return (ROOT / name).read_text()
 
 
-def programs(text):
-    """The Python blocks of a page that are meant to run, in order."""
-    return [body for _, language, _, body in FENCE.findall(text) if language == "python"]
+def programs(text, kind="python"):
+    """The blocks of a page in that language that are meant to run, in order."""
+    return [body for _, language, _, body in FENCE.findall(text) if language == kind]
 
 
 def files(text):
@@ -41,12 +42,12 @@ def files(text):
 def run_programs(blocks, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks))
-    return run_python([str(script)], tmp_path, PYTHONPATH=str(ROOT))
+    return run([sys.executable, str(script)], tmp_path, PYTHONPATH=str(ROOT))
 
 
-def run_python(arguments, cwd, **env):
+def run(command, cwd, **env):
     done = subprocess.run(
-        [sys.executable, *arguments],
+        command,
         cwd=cwd,
         env={**os.environ, **env},
         capture_output=True,
@@ -73,8 +74,22 @@ def test_packages_run(name, tmp_path):
     run_programs(blocks, tmp_path)
 
 
+@pytest.mark.package
+@pytest.mark.cpp
+def test_program_without_python(tmp_path):
+    """The C++ program of the page, built and run as the page says."""
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    text = page("docs/compile_export.md")
+    run_programs(programs(text), tmp_path)
+    (tmp_path / "main.cpp").write_text(*programs(text, "cpp"))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    printed = run(["bash", "-euc", *programs(text, "bash")], tmp_path, PATH=path)
+    assert printed == "[2, 5, 8, 64]\n"
+
+
 def test_bug_report_command():
-    printed = run_python(["-m", "tileops"], ROOT)
+    printed = run([sys.executable, "-m", "tileops"], ROOT)
     assert all(name in printed for name in CONTRACTS)
 
 
@@ -117,5 +132,5 @@ def test_the_guide_works(tmp_path):
     assert line in page("docs/adding_an_op.md")
     init.write_text(init.read_text() + line)
     tests = ["tests/test_cases.py", f"tests/attention/test_{name}.py"]
-    printed = run_python(["-m", "pytest", "-q", "-k", name, *tests], tmp_path)
+    printed = run([sys.executable, "-m", "pytest", "-q", "-k", name, *tests], tmp_path)
     assert "passed" in printed and "failed" not in printed

@@ -11,6 +11,7 @@ from ops_registry.targets import (
     Lowering,
     Target,
     register_target,
+    unregister_target,
 )
 from tileops import attention
 from tileops._fingerprint import extend_cache_key
@@ -27,6 +28,7 @@ __all__ = [
     "attention",
     "explain",
     "register_target",
+    "unregister_target",
 ]
 
 extend_cache_key()

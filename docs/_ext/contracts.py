@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,7 +169,8 @@ def contract_markdown(contract: OpContract) -> list[str]:
         ),
         ("Gradient", [gradient_sentence(contract)]),
     ]
-    lines = [contract.summary, "", "```text", contract.name + contract.signature, "```", ""]
+    schema = textwrap.wrap(contract.name + contract.signature, 90, subsequent_indent="    ")
+    lines = [contract.summary, "", "```text", *schema, "```", ""]
     for title, body in sections:
         if body:
             lines += [f"**{title}**", "", *body, ""]

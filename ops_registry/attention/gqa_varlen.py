@@ -145,7 +145,7 @@ def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
     call = GQA_VARLEN_FWD.Call(*tensors, *ctx.options)
     if do is None:
         return (None,) * len(call)
-    grads = refused_arguments(GQA_VARLEN_FWD, call, ctx.needs_input_grad)
+    grads = refused_arguments(GQA_VARLEN_FWD, call, ctx.needs_input_grad, [do])
     if not grads.keys() & {"q", "k", "v"}:
         grads["q"], grads["k"], grads["v"], dsinks = GQA_VARLEN_BWD.op(
             call.q,

@@ -33,7 +33,8 @@ class Case:
         entry may be None: not compared (its own test does).
     tolerances: one per entry of `expected`.
     dynamic: {argument: {axis: dimension}}; equal names share a Dim, "B+1" and "16*NP" are tied.
-    exact: layouts may not be changed for these arguments (offsets, tables are left alone anyway).
+    expandable: the arguments whose rows may all become the first one; None is every floating
+        argument of rank >= 3. A backward's o and lse belong to its q, k and v.
     """
 
     contract: OpContract
@@ -42,6 +43,7 @@ class Case:
     expected: Callable[[Any], tuple[torch.Tensor | None, ...]]
     tolerances: tuple[Tolerance, ...]
     dynamic: Mapping[str, Mapping[int, str]]
+    expandable: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.contract.name}-{self.variant}"

@@ -38,11 +38,11 @@ def expected(call):
     return (oracle.fp8_lightning_indexer(*call[:6]),)
 
 
-def case(variant, *options):
+def case(variant, dtype, heads, groups, dim, scaled, clean):
     return Case(
         contract=FP8_LIGHTNING_INDEXER,
         variant=variant,
-        build=build(*options),
+        build=build(dtype, heads, groups, dim, scaled, clean),
         expected=expected,
         tolerances=(INDEXER[torch.float32],),
         dynamic={
@@ -51,7 +51,7 @@ def case(variant, *options):
             "weights": {0: "S"},
             "cu_seqlen_ks": {0: "S"},
             "cu_seqlen_ke": {0: "S"},
-            "index_k_scale": {0: "B", 1: "S_kv"},
+            **({"index_k_scale": {0: "B", 1: "S_kv"}} if scaled else {}),
         },
     )
 

@@ -122,6 +122,7 @@ def build_backward(dtype, **kw):
     return make
 
 
+@torch.enable_grad()
 def expected_backward(call):
     if call.q.shape[0] == 0:
         return tuple(torch.zeros(x.shape) for x in call[:3])
@@ -145,6 +146,7 @@ def backward_case(variant, dtype, **kw):
         expected=expected_backward,
         tolerances=(BACKWARD[dtype],) * 3,
         dynamic=dynamic,
+        expandable=("do",),
     )
 
 

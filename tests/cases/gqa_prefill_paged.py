@@ -25,11 +25,13 @@ def build(dtype, *, heads, heads_kv, dim, page_size, **opts):
         padded = size > 1 and not opts.get("validate_inputs")
         tokens += PADDING if padded else 0
         width, pages = max(counts, default=0), sum(counts)
-        if size > 1:
-            width = apart(width + 1, batch, tokens)
-            pages = apart(pages + 1, batch, tokens, width)
-            while pages * page_size in (batch, tokens, width):
-                pages += 1
+        if size > 1:  # every extent distinct, or a compiler takes two for one
+            taken = [batch, batch + 1, tokens, heads, heads_kv, dim]
+            while (width := width + 1) in taken:
+                pass
+            taken.append(width)
+            while (pages := pages + 1) in taken or pages * page_size in taken:
+                pass
         order = torch.randperm(pages, generator=generator).to(torch.int32)
         table = torch.tensor(TAIL, dtype=torch.int32).repeat(batch * width)[: batch * width]
         table = table.reshape(batch, width)
@@ -52,13 +54,6 @@ def build(dtype, *, heads, heads_kv, dim, page_size, **opts):
         } | opts
 
     return make
-
-
-def apart(extent, *taken):
-    """At least `extent`, and none of the extents that are taken."""
-    while extent in taken:
-        extent += 1
-    return extent
 
 
 def expected(call):

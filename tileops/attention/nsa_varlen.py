@@ -83,7 +83,5 @@ class NSAVarlenFwdOp(Op):
             ValueError: shapes, dtypes or devices break the contract.
             TypeError: an argument is not a tensor.
         """
-        o: torch.Tensor = self.call(
-            q, k, v, block_indices, block_counts, offsets, token_indices
-        )
+        o: torch.Tensor = self.call(q, k, v, block_indices, block_counts, offsets, token_indices)
         return o

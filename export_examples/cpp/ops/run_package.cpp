@@ -11,7 +11,7 @@
 //         e4m3 = x.dtype == torch.float8_e4m3fn
 //         return str(x.dtype).split(".")[1], x.view(torch.uint8) if e4m3 else x
 //
-// results.pt, for torch.load: one (outputs, inputs after the call) per call, as such lists.
+// results.pt, for torch.load: one (outputs, inputs after the call) per call, of such tuples.
 
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
@@ -53,15 +53,17 @@ std::vector<at::Tensor> tensors_from(const c10::IValue& call) {
   return tensors;
 }
 
-c10::IValue list_of(const std::vector<at::Tensor>& tensors) {
-  c10::impl::GenericList items(c10::AnyType::get());
+// As tuples, which torch.load reads without trusting the file; lists would name their type.
+c10::IValue stored(const std::vector<at::Tensor>& tensors) {
+  std::vector<c10::IValue> items;
   for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined()) continue;  // a module that returns None
     const bool e4m3 = tensor.scalar_type() == at::kFloat8_e4m3fn;
     const std::string name = e4m3 ? kE4M3 : at::toString(tensor.scalar_type());
-    const at::Tensor stored = e4m3 ? tensor.view(at::kByte) : tensor;
-    items.push_back(c10::ivalue::Tuple::create({c10::IValue(name), c10::IValue(stored)}));
+    const at::Tensor bytes = e4m3 ? tensor.view(at::kByte) : tensor;
+    items.push_back(c10::ivalue::Tuple::create({c10::IValue(name), c10::IValue(bytes)}));
   }
-  return items;
+  return c10::ivalue::Tuple::create(std::move(items));
 }
 
 }  // namespace
@@ -75,15 +77,18 @@ int main(int argc, char** argv) {
     const c10::InferenceMode inference;
     torch::inductor::AOTIModelPackageLoader package(argv[1]);
     const c10::IValue calls = torch::jit::pickle_load(read_file(argv[2]));
-    c10::impl::GenericList results(c10::AnyType::get());
+    std::vector<c10::IValue> results;
     for (const c10::IValue& call : calls.toListRef()) {
       const std::vector<at::Tensor> inputs = tensors_from(call);
       const std::vector<at::Tensor> outputs = package.run(inputs);
-      results.push_back(c10::ivalue::Tuple::create({list_of(outputs), list_of(inputs)}));
+      results.push_back(c10::ivalue::Tuple::create({stored(outputs), stored(inputs)}));
     }
-    write_file(argv[3], torch::jit::pickle_save(results));
+    write_file(argv[3], torch::jit::pickle_save(c10::ivalue::Tuple::create(std::move(results))));
+  } catch (const c10::Error& error) {
+    std::cerr << argv[1] << ": " << error.what_without_backtrace() << '\n';
+    return 1;
   } catch (const std::exception& error) {
-    std::cerr << error.what() << '\n';
+    std::cerr << argv[1] << ": " << error.what() << '\n';
     return 1;
   }
   return 0;

@@ -204,14 +204,15 @@ def attend(
         query: rotates or dequantizes q [n, H, D] at key positions [n].
         finish: scales o [n, H, D_v] before it is rounded.
         out_dtype: of o, q's when None. lse is float32 (float64 for a float64 q).
-        block_q, block_k: rows of a tile and keys of a block. Fixed numbers, since tracing guards
-            on arithmetic that picks a size: a decode operator asks for 1 and 1024.
+        block_q: rows of a tile; None adapts to the mean request, at a third more compile time.
+        block_k: upper limit for the keys of a block.
     """
     heads, dim, heads_kv, value_dim = (int(n) for n in (*q.shape[1:], heads_kv, value_dim))
     group = heads // heads_kv
     dtype = compute_dtype(q)
-    tile = block_q or max(16, 128 // group)
-    block = key_block(heads, heads_kv, max(dim, value_dim), tile, block_k, bounds.reach)
+    most = block_q or tile_limit(group)
+    tile = block_q or tile_rows(q.shape[0], q_offsets.shape[0] - 1, most)
+    block = key_block(heads, heads_kv, max(dim, value_dim), most, block_k, bounds.reach)
     held = {
         **inputs,
         "_q": q,
@@ -238,8 +239,7 @@ def attend(
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         seen = (keys >= lo[:, None]) & (keys < hi[:, None])
-        shape = (heads_kv, group, *seen.shape)
-        logits = torch.where(seen, logits.reshape(shape), -INF).reshape(logits.shape)
+        logits = torch.where(repeat_rows(seen, group), logits, -INF)
         new_top = torch.maximum(top, logits.amax(-1, keepdim=True))
         anchor = torch.where(new_top == -INF, 0.0, new_top)
         weight = torch.exp(logits - anchor)
@@ -267,17 +267,16 @@ def attend(
         lse = top + torch.log(total)
         denominator = total
         if sinks is not None:
-            sink = x["_sinks"].reshape(heads_kv, group, 1, 1).expand(-1, -1, rows.shape[0], 1)
-            sink = sink.reshape(top.shape)
+            sink = by_group(x["_sinks"].reshape(1, -1, 1).expand(rows.shape[0], -1, -1), heads_kv)
             peak = torch.maximum(top, sink)
             shrink = torch.exp(top - peak)
             # Equality, not a difference, so that an infinite sink is 1 and not NaN.
             alone = torch.where(sink == peak, 1.0, torch.exp(sink - peak))
             acc, denominator = acc * shrink, total * shrink + alone
-        o = by_row(torch.where(top == -INF, 0.0, acc / denominator), rows.shape[0])
+        o = by_row(torch.where(top == -INF, 0.0, acc / denominator), group)
         if finish is not None:
             o = finish(x, b, local, o)
-        return o, lse.reshape(heads, rows.shape[0]).t()
+        return o, by_row(lse, group).squeeze(-1)
 
     with torch.autocast(q.device.type, enabled=False):
         o, lse = walk(
@@ -285,6 +284,20 @@ def attend(
             [((heads, value_dim), out_dtype or q.dtype, 0.0), ((heads,), dtype, -INF)],
         )
     return o, lse.t().contiguous()
+
+
+def tile_limit(group: int) -> int:
+    """Rows of a full tile: about 128 rows of a matrix product, at least 16."""
+    return max(16, 128 // group)
+
+
+def tile_rows(rows: int, requests: int, limit: int) -> int:
+    """Rows of a tile: the mean length of a request, from 2 to `limit`; a symbol if a size is.
+
+    At least 2, because tracing would guard on an extent that may be 1.
+    """
+    mean = (rows + requests - 1) // torch.sym_max(requests, 1)
+    return torch.sym_min(torch.sym_max(mean, 2), limit)
 
 
 def key_block(
@@ -305,18 +318,25 @@ def visible_range(
 
 
 def by_group(rows: Tensor, heads_kv: int) -> Tensor:
-    """[n, H, D] -> [H_kv, g * n, D], the query heads of a group stacked."""
+    """[n, H, D] -> [H_kv, n * g, D]: the rows of a group's query heads, one matrix per KV head."""
     n, heads, dim = rows.shape
-    grouped = rows.reshape(n, heads_kv, heads // heads_kv, dim).permute(1, 2, 0, 3)
-    return grouped.reshape(heads_kv, heads // heads_kv * n, dim)
+    grouped = rows.reshape(n, heads_kv, heads // heads_kv, dim).permute(1, 0, 2, 3)
+    return grouped.reshape(heads_kv, n * (heads // heads_kv), dim)
 
 
-def by_row(grouped: Tensor, n: int) -> Tensor:
-    """[H_kv, g * n, D] -> [n, H, D], the inverse of `by_group`."""
+def by_row(grouped: Tensor, group: int) -> Tensor:
+    """[H_kv, n * g, D] -> [n, H, D], the inverse of `by_group`."""
     heads_kv, stacked, dim = grouped.shape
-    group = stacked // n
-    rows = grouped.reshape(heads_kv, group, n, dim).permute(2, 0, 1, 3)
-    return rows.reshape(n, heads_kv * group, dim)
+    n = stacked // group
+    rows = grouped.reshape(heads_kv, n, group, dim).permute(1, 0, 2, 3)
+    # Contiguous also with group 1, where a cast would compare strides and guard on n.
+    return rows.reshape(n, heads_kv * group, dim).contiguous()
+
+
+def repeat_rows(rows: Tensor, group: int) -> Tensor:
+    """[n, K] -> [n * g, K], a row for each query head of the group, in `by_group` order."""
+    n, width = rows.shape
+    return rows[:, None, :].expand(n, group, width).reshape(n * group, width)
 
 
 def walk(
@@ -339,8 +359,9 @@ def walk(
     names, count = tuple(inputs), len(outputs)
     fills = [fill for _, _, fill in outputs]
     device = offsets.device
-    frame = -(-FRAME_ROWS // tile) * tile
-    offsets = offsets.to(torch.int64)
+    frame = FRAME_ROWS
+    # A copy, because a loop refuses an input that aliases another, such as one of `inputs`.
+    offsets = offsets.to(torch.int64, copy=True)
 
     def in_frame(b: Tensor, cursor: Tensor, *rest: Tensor) -> Tensor:
         edge, offsets = rest[count : count + 2]
@@ -360,7 +381,7 @@ def walk(
         # Dead lanes land in one spare row past the frame.
         slot = torch.where(live, at - (edge - frame), frame)
         parts = [p.index_copy(0, slot, f.to(p.dtype)) for p, f in zip(parts, found, strict=True)]
-        following = begin + tile
+        following = begin + lanes.shape[0]
         done = tail <= torch.minimum(following, edge)
         cursor = torch.where(done, torch.maximum(cursor, tail), following)
         return torch.where(done, request + 1, request).reshape(()), cursor.reshape(()), *parts

@@ -390,7 +390,7 @@ def attend(
                 scratch.take("top" + named, (heads_kv, tall, 1), work),
                 scratch.take("total" + named, (heads_kv, tall, 1), work),
             )
-            by_group(tile.q, group).copy_(by_head(q[first:last], heads_kv))
+            widen(by_group(tile.q, group), by_head(q[first:last], heads_kv))
             tile.q.mul_(factor)
             if rope is not None:
                 at = first + bounds.offset
@@ -420,19 +420,19 @@ def attend(
 
 def key_block_length(tall: int, row_elements: int) -> int:
     """Keys widened at once, for tiles of `tall` rows and `row_elements` numbers in a key row."""
-    if tall < NARROW_ROWS:  # decode: memory-bound, the block should stay in the cache
-        return max(64, min(KEY_BLOCK, DECODE_ELEMENTS // row_elements))
-    return max(64, min(KEY_BLOCK, BLOCK_ELEMENTS // row_elements))
+    # Decode is memory-bound: the block should stay in the cache.
+    budget = DECODE_ELEMENTS if tall < NARROW_ROWS else BLOCK_ELEMENTS
+    return min(KEY_BLOCK, max(64, budget // row_elements))
 
 
 def by_group(x: Tensor, group: int) -> Tensor:
     """[H_kv, g * rows, C] as [H_kv, g, rows, C]."""
-    return x.unflatten(1, (group, -1))
+    return x.view(x.shape[0], group, -1, x.shape[2])
 
 
 def by_head(x: Tensor, heads_kv: int) -> Tensor:
     """[rows, H, C] as [H_kv, g, rows, C]."""
-    return x.unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3)
+    return x.view(x.shape[0], heads_kv, -1, x.shape[2]).permute(1, 2, 0, 3)
 
 
 def absorb(

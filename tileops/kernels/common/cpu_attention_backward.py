@@ -1,9 +1,10 @@
 """Gradients of `cpu_attention.attend` for packed keys: one request at a time, in place.
 
 Five contractions per visible (query, key) pair: the scores again, dv += P^T do, dP = do v^T,
-dq += dS k and dk += dS^T q. The scores are float32; with bfloat16 inputs the other four take
-bfloat16 operands (P and dS rounded once) and add their products up in float32. KV heads are
-the outer loop, so that only a few heads' keys and gradients are held widened at a time.
+dq += dS k and dk += dS^T q. Scores and dP are float32, since dS = P (dP - delta) cancels; with
+long bfloat16 inputs the other three take bfloat16 operands (P and dS rounded once) and add
+their products up in float32. KV heads are the outer loop, so that only a few heads' keys and
+gradients are held widened at a time.
 """
 
 import math
@@ -16,7 +17,6 @@ from tileops.kernels.common.cpu_attention import (
     CAUSAL_ROWS,
     KEY_BLOCK,
     LOG2E,
-    NARROW_ROWS,
     TILE_ROWS,
     Bounds,
     Capping,
@@ -67,7 +67,7 @@ def attend_backward(
     group = heads // heads_kv
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
     rows = max(1, min(CAUSAL_ROWS, TILE_ROWS // group, s_q))
-    low = torch.bfloat16 if q.dtype == torch.bfloat16 and rows * group >= NARROW_ROWS else work
+    low = torch.bfloat16 if q.dtype == torch.bfloat16 and s_q >= CAUSAL_ROWS else work
     bounds = Bounds.of(s_q, s_kv, is_causal, left, right)
     capping = Capping.of(scale, softcap)
     together = max(1, TILE_ROWS // (rows * group))
@@ -79,14 +79,14 @@ def attend_backward(
         side = KeySide(
             widen(scratch.take("k", shape, work), k[:, part].transpose(0, 1)),
             scratch.take("k_low", shape, low),
-            scratch.take("v_low", (count, s_kv, v.shape[2]), low),
+            scratch.take("v", (count, s_kv, v.shape[2]), work),
             scratch.take("dk", shape, work).zero_(),
             scratch.take("dv", (count, s_kv, v.shape[2]), work).zero_(),
         )
         if rope is not None:
             rotate_(side.k, rope.rows(0, s_kv, work))
         side.k_low.copy_(side.k)
-        widen(side.v_low, v[:, part].transpose(0, 1))
+        widen(side.v, v[:, part].transpose(0, 1))
         for first in range(0, s_q, rows):
             last = min(first + rows, s_q)
             here = slice(first, last)
@@ -98,19 +98,21 @@ def attend_backward(
             tile = RowSide(
                 scratch.take("q", shape, work),
                 scratch.take("q_low", shape, low),
+                scratch.take("do", (*shape[:2], v.shape[2]), work),
                 scratch.take("do_low", (*shape[:2], v.shape[2]), low),
                 scratch.take("dq", shape, work).zero_(),
-                (by_head(o[here, mine], count).to(work) * by_head(do[here, mine], count))
-                .sum(-1)
-                .view(count, -1, 1),
-                lse[mine, here].to(work).reshape(count, -1, 1),
+                scratch.take("delta", (*shape[:2], 1), work),
+                lse[mine, here].to(work, copy=True).reshape(count, -1, 1),
             )
             by_group(tile.q, group).copy_(by_head(q[here, mine], count))
             if rope is not None:
                 at = first + bounds.offset
                 rotate_(by_group(tile.q, group), rope.rows(at, at + last - first, work))
             tile.q_low.copy_(tile.q)
-            by_group(tile.do_low, group).copy_(by_head(do[here, mine], count))
+            by_group(tile.do, group).copy_(by_head(do[here, mine], count))
+            tile.do_low.copy_(tile.do)
+            product = by_group(tile.do, group) * by_head(o[here, mine], count)
+            torch.sum(product, -1, keepdim=True, out=by_group(tile.delta, group))
             if sinks is not None and dsinks is not None:
                 _join_sinks(tile, sinks[mine], dsinks[mine])
             # A row without keys has lse = -inf; exp(score - inf) makes its weights zero.
@@ -131,11 +133,12 @@ def attend_backward(
 
 
 class KeySide(NamedTuple):
-    """Some heads' keys k [heads, n, D], operands in the matmul's dtype, running gradients."""
+    """Some heads' keys k and values v [heads, n, .], widened; k again as the matmuls with dS
+    take it; running gradients."""
 
     k: Tensor
     k_low: Tensor
-    v_low: Tensor
+    v: Tensor
     dk: Tensor
     dv: Tensor
 
@@ -144,10 +147,12 @@ class KeySide(NamedTuple):
 
 
 class RowSide(NamedTuple):
-    """A tile's query rows q [heads, R, D], operands, gradient; delta, lse [heads, R, 1]."""
+    """A tile's rows q, do [heads, R, .], widened and as the matmuls with dS and P take them;
+    the running gradient; delta and lse [heads, R, 1]."""
 
     q: Tensor
     q_low: Tensor
+    do: Tensor
     do_low: Tensor
     dq: Tensor
     delta: Tensor
@@ -180,12 +185,11 @@ def _contract(
     slope = capping.apply_(weights, scratch.take("slope", shape, tile.q.dtype))
     weights.sub_((tile.lse * LOG2E).sub_(capping.shift)).exp2_()
     for columns, hidden in edges:
-        weights.unflatten(1, (-1, rows))[..., columns].masked_fill_(hidden, 0.0)
+        weights.view(shape[0], -1, rows, shape[2])[..., columns].masked_fill_(hidden, 0.0)
     low = scratch.take("weights_low", shape, tile.do_low.dtype).copy_(weights)
     _add_product(side.dv, low.mT, tile.do_low, scratch)
-    product = scratch.take("product", shape, low.dtype)
-    torch.bmm(tile.do_low, side.v_low.mT, out=product)
-    weights.mul_(torch.sub(product, tile.delta, out=scratch.take("slack", shape, weights.dtype)))
+    product = scratch.take("product", shape, weights.dtype)
+    weights.mul_(torch.bmm(tile.do, side.v.mT, out=product).sub_(tile.delta))
     if slope is not None:
         weights.mul_(slope)
     low.copy_(weights)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop_op
 
-from tileops.kernels.common.blockwise import FAR, INF, Inputs, dense_segments, tile_rows, walk
+from tileops.kernels.common.blockwise import FAR, INF, Inputs, dense_offsets, take, walk
 
 Prepare = Callable[[Inputs, Tensor, Tensor], tuple[Inputs, Tensor]]
 """(inputs, rows [n], live [n]) -> tensors of the tile, and the 0-dim number of its lanes."""
@@ -19,7 +19,7 @@ Pick = Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]
 """(tensors of the tile, lanes [L]) -> pool rows [n, H_kv, L] int64, and whether each is seen."""
 
 BLOCK = 2**21  # elements of a float32 block of keys: 8 MiB
-TILE = 16  # rows of a tile; more heads or wider rows take fewer
+TILE = 8  # rows of a tile, if so many fit in a block
 
 
 def attend_gathered(
@@ -39,30 +39,37 @@ def attend_gathered(
         q: [R, H, D].
         k, v: pools [N, H_kv, D] and [N, H_kv, D_v]; without v the first D_v columns of k are
             the values. Only seen rows matter, whatever the others hold.
-        inputs: what `prepare` reads.
+        inputs: what `prepare` reads, and whatever carries a size as `blockwise.attend` asks.
         prepare: called once per tile of rows.
         pick: called per block of lanes. A seen row outside the pool raises.
         scale: of the logits.
     """
-    heads, dim, heads_kv = q.shape[1], q.shape[2], k.shape[1]
+    heads, dim, heads_kv = (int(n) for n in (*q.shape[1:], k.shape[1]))
     group = heads // heads_kv
-    lanes = max(16, min(BLOCK // TILE // (heads_kv * dim), 1024))
-    tile = tile_rows(q.shape[0], 1, max(2, BLOCK // (heads_kv * dim * lanes)))
+    lanes = max(16, min(BLOCK // TILE // (heads_kv * max(dim, value_dim)), 1024))
+    tile = rows_of_tile(q.shape[0], TILE)
     held = {
         **inputs,
         "_q": q,
         "_k": k.reshape(-1, dim),
-        "_v": k.reshape(-1, dim) if v is None else v.reshape(-1, value_dim),
         "_lanes": torch.arange(lanes, device=q.device),
         "_heads": torch.arange(heads_kv, device=q.device)[:, None],
     }
-    names = []
+    if v is not None:
+        held["_v"] = v.reshape(-1, value_dim)
+    shared = [name for name in ("_k", "_v", "_lanes", "_heads") if name in held]
+    names: list[str] = []
 
     def more(at: Tensor, top: Tensor, total: Tensor, acc: Tensor, end: Tensor, *_: Tensor):
         return at < end
 
     def visit(
-        at: Tensor, top: Tensor, total: Tensor, acc: Tensor, end: Tensor, queries: Tensor,
+        at: Tensor,
+        top: Tensor,
+        total: Tensor,
+        acc: Tensor,
+        end: Tensor,
+        queries: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         x = dict(zip(names, tensors, strict=True))
@@ -73,11 +80,11 @@ def attend_gathered(
         flat = torch.where(row < 0, FAR, row * heads_kv + x["_heads"])
         flat = torch.where(seen, flat, 0).reshape(-1)
         seen = seen.reshape(-1, 1, lanes)
-        keys = x["_k"].index_select(0, flat).to(torch.float32).reshape(-1, lanes, dim)
+        keys = take(x["_k"], flat).to(torch.float32).reshape(-1, lanes, dim)
         if v is None:
             values = keys[..., :value_dim]
         else:
-            values = x["_v"].index_select(0, flat).to(torch.float32)
+            values = take(x["_v"], flat).to(torch.float32)
             values = values.reshape(-1, lanes, value_dim)
         logits = torch.where(seen, torch.bmm(queries, keys.transpose(1, 2)), -INF)
         values = torch.where(seen.transpose(1, 2), values, 0.0)
@@ -90,26 +97,24 @@ def attend_gathered(
 
     def step(x: Inputs, b: Tensor, rows: Tensor, local: Tensor, live: Tensor):
         own, end = prepare(x, rows, live)
-        own |= {name: x[name] for name in ("_k", "_v", "_lanes", "_heads")}
+        own |= {name: x[name] for name in shared}
         names[:] = own
-        queries = x["_q"].index_select(0, rows).to(torch.float32) * scale
+        queries = take(x["_q"], rows).to(torch.float32) * scale
         queries = queries.reshape(-1, group, dim)
         acc = queries.new_zeros(queries.shape[0], group, value_dim)
         total = queries.new_zeros(queries.shape[0], group, 1)
-        _, _, total, acc = while_loop_op(
-            more, visit,
+        _, top, total, acc = while_loop_op(
+            more,
+            visit,
             (torch.zeros_like(end), torch.full_like(total, -INF), total, acc),
             (end, queries, *own.values()),
         )
-        o = torch.where(total > 0, acc / total, 0.0)
+        o = torch.where(top == -INF, 0.0, acc / total)
         return (o.reshape(rows.shape[0], heads, value_dim),)
 
-    starts, lengths = dense_segments(1, q.shape[0], q.device)
+    offsets = dense_offsets(1, q.shape[0], q.device)
     with torch.autocast(q.device.type, enabled=False):
-        (o,) = walk(
-            step, held, starts, lengths, q.shape[0], tile,
-            [((heads, value_dim), q.dtype, 0.0)],
-        )
+        (o,) = walk(step, held, offsets, q.shape[0], tile, [((heads, value_dim), q.dtype, 0.0)])
     return o
 
 
@@ -117,3 +122,8 @@ def last_slot(used: Tensor, slots: Tensor) -> Tensor:
     """One past the last used slot of any row, 0-dim; used [n, H_kv, SEL], slots [SEL]."""
     past = torch.where(used, slots + 1, 0).reshape(-1)
     return torch.cat([past.new_zeros(1), past]).amax()
+
+
+def rows_of_tile(rows: int, most: int) -> int:
+    """Rows of a tile: `most`, or the rows there are where tracing does not leave them open."""
+    return max(1, min(rows, most)) if isinstance(rows, int) else most

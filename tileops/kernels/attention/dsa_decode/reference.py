@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tileops.kernels.common.blockwise import FAR, Inputs
+from tileops.kernels.common.blockwise import FAR, Inputs, take
 from tileops.kernels.common.gathered import attend_gathered, last_slot
 
 
@@ -15,14 +15,14 @@ def dsa_decode_fwd(out: Tensor, call: Any) -> None:
     width, length = q.shape[3], kv.shape[1]
 
     def prepare(x: Inputs, rows: Tensor, live: Tensor) -> tuple[Inputs, Tensor]:
-        index = x["indices"].index_select(0, rows).to(torch.int64)
-        limit = torch.where(live, x["limit"].index_select(0, rows), 0)[:, None, None]
+        index = take(x["indices"], rows).to(torch.int64)
+        limit = torch.where(live, take(x["limit"], rows), 0)[:, None, None]
         used = (index >= 0) & (index < limit)
-        first = x["first"].index_select(0, rows)[:, None, None]
+        first = take(x["first"], rows)[:, None, None]
         return {"rows": torch.where(used, first + index, -1)}, last_slot(used, x["slots"])
 
     def pick(x: Inputs, lanes: Tensor) -> tuple[Tensor, Tensor]:
-        row = x["rows"].index_select(2, lanes.clamp(max=x["rows"].shape[2] - 1))
+        row = take(x["rows"], lanes.clamp(max=x["rows"].shape[2] - 1), dim=2)
         return row, row >= 0
 
     # Query rows of all requests, end to end: the first cache row of each and its live prefix.
@@ -38,9 +38,18 @@ def dsa_decode_fwd(out: Tensor, call: Any) -> None:
         "slots": torch.arange(indices.shape[3], device=q.device),
         "first": request * length,
         "limit": limit,
+        # The sizes that the flat tensors have as products only.
+        "requests": torch.arange(q.shape[0], device=q.device),
+        "queries": torch.arange(q.shape[1], device=q.device),
+        "keys": torch.arange(length, device=q.device),
     }
     o = attend_gathered(
-        q.flatten(0, 1), kv.flatten(0, 1), None, inputs, prepare, pick,
+        q.flatten(0, 1),
+        kv.flatten(0, 1),
+        None,
+        inputs,
+        prepare,
+        pick,
         scale=width**-0.5 if call.sm_scale is None else call.sm_scale,
         value_dim=width - call.dim_tail,
     )

@@ -14,26 +14,24 @@ from tileops.kernels.common.blockwise import (
     INF,
     Inputs,
     by_group,
-    dense_segments,
-    tile_rows,
+    dense_offsets,
+    take,
     visible_range,
     walk,
 )
+from tileops.kernels.common.gathered import rows_of_tile
 
 E4M3_MAX = 448.0
-BLOCKS = 32  # a row's blocks of keys at most: each is stored by a copy of the tile's rows
-LOGITS = 2**21  # logits of all heads in a block: 8 MiB
+BLOCK = 1024  # keys
+HEAD_ROWS = 256  # rows of a tile, times heads
 
 
 def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
     """index_q [B, S, H, D]; index_k [B, S_kv, G, D] -> logits [B, S, S_kv, G]."""
     q, k = call.index_q, call.index_k
-    batch, length, heads, dim = q.shape
+    batch, length, heads = q.shape[:3]
     keys, groups = k.shape[1], k.shape[2]
-    block = torch.sym_max((keys + BLOCKS - 1) // BLOCKS, 1024)
-    block = torch.sym_min(block, torch.sym_max(keys, 2))
-    tile = tile_rows(length, 1, torch.sym_min(torch.sym_max(LOGITS // (heads * block), 2), 64))
-    starts, lengths = dense_segments(batch, length, q.device)
+    tile = rows_of_tile(length, max(4, HEAD_ROWS // heads))
     inputs = {
         "q": q.flatten(0, 1),
         "k": k.flatten(0, 1),
@@ -42,8 +40,9 @@ def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
         "ke": call.cu_seqlen_ke.to(torch.int64),
         "first": torch.arange(batch, device=q.device) * keys,
         "length": torch.zeros(1, dtype=torch.int64, device=q.device) + keys,
-        "lanes": torch.arange(block, device=q.device),
-        "columns": torch.arange(keys + block, device=q.device),
+        "lanes": torch.arange(BLOCK, device=q.device),
+        "columns": torch.arange(keys, device=q.device),
+        "queries": torch.arange(length, device=q.device),
     }
     if call.index_k_scale is not None:
         inputs["scale"] = call.index_k_scale.flatten(0, 1)
@@ -53,13 +52,20 @@ def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
         return at < end
 
     def visit(
-        at: Tensor, logits: Tensor, end: Tensor, b: Tensor, lo: Tensor, hi: Tensor,
-        queries: Tensor, weights: Tensor, *tensors: Tensor,
+        at: Tensor,
+        logits: Tensor,
+        end: Tensor,
+        b: Tensor,
+        lo: Tensor,
+        hi: Tensor,
+        queries: Tensor,
+        weights: Tensor,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         x = dict(zip(names, tensors, strict=True))
         column = at + x["lanes"]
         # A lane past the end repeats the last key; its logit lands outside every window.
-        rows = x["first"].index_select(0, b) + torch.minimum(column, end - 1)
+        rows = take(x["first"], b) + torch.minimum(column, end - 1)
         key, scale = load_keys(x, rows)
         dots = torch.bmm(queries, key.permute(1, 2, 0))
         dots = dots.reshape(groups, heads // groups, -1, column.shape[0])
@@ -71,24 +77,29 @@ def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
         return at + column.shape[0], logits.index_copy(1, column, total)
 
     def step(x: Inputs, b: Tensor, rows: Tensor, local: Tensor, live: Tensor):
-        lo, hi = x["ks"].index_select(0, local), x["ke"].index_select(0, local)
+        lo, hi = take(x["ks"], local), take(x["ke"], local)
         lo, hi, begin, end = visible_range(lo, hi, x["length"], live)
-        queries = x["q"].index_select(0, rows)
+        queries = take(x["q"], rows)
         if queries.dtype != E4M3:
             queries = to_e4m3(queries.to(torch.float32))
         queries = by_group(queries.to(torch.float32), groups)
-        weights = x["weights"].index_select(0, local).t()
+        weights = take(x["weights"], local).t()
         weights = weights.reshape(groups, heads // groups, -1, 1)
         # As many spare columns as a block, for the lanes past the last key.
-        logits = queries.new_full((rows.shape[0], x["columns"].shape[0], groups), -INF)
+        spare = x["columns"].shape[0] + BLOCK
+        logits = queries.new_full((rows.shape[0], spare, groups), -INF)
         _, logits = while_loop_op(
             more, visit, (begin, logits), (end, b, lo, hi, queries, weights, *x.values())
         )
-        return (logits[:, : x["columns"].shape[0] - x["lanes"].shape[0]],)
+        return (logits[:, : x["columns"].shape[0]],)
 
     with torch.autocast(q.device.type, enabled=False):
         (logits,) = walk(
-            step, inputs, starts, lengths, batch * length, tile,
+            step,
+            inputs,
+            dense_offsets(batch, length, q.device),
+            batch * length,
+            tile,
             [((keys, groups), torch.float32, -INF)],
         )
     out.copy_(logits.reshape(out.shape))
@@ -96,9 +107,9 @@ def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
 
 def load_keys(x: Inputs, rows: Tensor) -> tuple[Tensor, Tensor | None]:
     """Codes [n, G, D] as float32 and their scale [n, G], if any; bfloat16 keys get one."""
-    key = x["k"].index_select(0, rows).to(torch.float32)
+    key = take(x["k"], rows).to(torch.float32)
     if x["k"].dtype == E4M3:
-        return key, x["scale"].index_select(0, rows) if "scale" in x else None
+        return key, take(x["scale"], rows) if "scale" in x else None
     scale = key.abs().amax(-1).clamp(min=1e-4) / E4M3_MAX
     return to_e4m3(key * scale.reciprocal()[..., None]).to(torch.float32), scale
 

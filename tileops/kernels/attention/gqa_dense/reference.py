@@ -2,10 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tileops.kernels.common.blockwise import Window, attend, dense_segments, packed_rows
-from tileops.kernels.common.blockwise_backward import attend_backward
+from tileops.kernels.common.blockwise import Window, attend, dense_offsets, packed_rows
 from tileops.kernels.common.gqa_hooks import hooks_of, score_scale, softcap_of
 
 
@@ -14,18 +14,16 @@ def gqa_dense_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
     o, lse = out
     batch, s_q, heads, dim = call.q.shape
     s_kv, heads_kv = call.k.shape[1:3]
-    q_start, q_len = dense_segments(batch, s_q, call.q.device)
-    kv_start, kv_len = dense_segments(batch, s_kv, call.q.device)
+    kv_offsets = dense_offsets(batch, s_kv, call.q.device)
     hooks = hooks_of(call)
     rows, natural = attend(
         call.q.reshape(batch * s_q, heads, dim),
-        q_start,
-        q_len,
-        kv_len,
+        dense_offsets(batch, s_q, call.q.device),
+        torch.full((batch,), s_kv, device=call.q.device),
         {
             "k": call.k.reshape(batch * s_kv, heads_kv, dim),
             "v": call.v.reshape(batch * s_kv, heads_kv, dim),
-            "kv_start": kv_start,
+            "kv_offsets": kv_offsets,
             **hooks.inputs,
         },
         packed_rows(hooks.key),

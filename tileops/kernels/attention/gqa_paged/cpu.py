@@ -1,31 +1,26 @@
-"""Paged attention on CPU, request by request on the blocked engine."""
+"""Paged attention on CPU, eager: the blocked engine, one request at a time."""
 
 from typing import Any
 
 import torch
 
-from tileops.kernels.common.cpu_attention import PagedKeys, Rope, Scratch, attend
+from tileops.kernels.common.cpu_attention import PagedKeys, Scratch, attend, rope_of
+from tileops.kernels.common.gqa_hooks import score_scale
 
 
 def gqa_paged_fwd(out: torch.Tensor, call: Any) -> None:
-    """q [T_q, H, D]; pools [NP, PS, H_kv, D]; out [T_q, H, D]."""
-    offsets, lengths = call.cu_seqlens_q.tolist(), call.cache_seqlens.tolist()
-    scale = call.q.shape[-1] ** -0.5 if call.sm_scale is None else call.sm_scale
-    rope = None
-    if call.pos_encoding_mode == "rope":
-        rope = Rope(call.rope_cos, call.rope_sin, call.rope_layout)
-    scratch = Scratch()
-    done = 0
-    for b, length in enumerate(lengths):
-        start, stop = max(offsets[b], done), min(offsets[b + 1], out.shape[0])
-        if start >= stop:
+    """q [T_q, H, D]; pools [NP, PS, H_kv, D]; fill out [T_q, H, D], rows of no request with 0."""
+    scale, rope, scratch = score_scale(call), rope_of(call), Scratch()
+    offsets = call.cu_seqlens_q.tolist()
+    out.zero_()
+    for b, length in enumerate(call.cache_seqlens.tolist()):
+        rows = query_rows(offsets, b, out.shape[0])
+        if rows.start == rows.stop:
             continue
-        out[done:start].zero_()
-        done = stop
         attend(
-            out[start:stop],
+            out[rows],
             None,
-            call.q[start:stop],
+            call.q[rows],
             PagedKeys(call.k_pages, call.v_pages, call.page_table[b], scratch),
             kv_len=max(length, 0),
             scale=scale,
@@ -40,7 +35,17 @@ def gqa_paged_fwd(out: torch.Tensor, call: Any) -> None:
             v_scale=of_request(call.v_scale, b),
             scratch=scratch,
         )
-    out[done:].zero_()
+
+
+def query_rows(offsets: list[int], b: int, rows: int) -> slice:
+    """The query rows of request b; IndexError for rows outside q."""
+    start, stop = offsets[b], offsets[b + 1]
+    if not 0 <= start <= stop <= rows:
+        raise IndexError(
+            f"gqa_paged_fwd: cu_seqlens_q must not decrease and stay in [0, {rows}], "
+            f"got {start} and {stop} at index {b}"
+        )
+    return slice(start, stop)
 
 
 def of_request(scale: torch.Tensor | None, b: int) -> torch.Tensor | None:

@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from tileops.kernels.common.rope import rotate
 
 def destinations(call: Any) -> tuple[Tensor, Tensor]:
     """Position in its request [T_q] and pool row [T_q] of each packed token, int64.
@@ -14,15 +16,17 @@ def destinations(call: Any) -> tuple[Tensor, Tensor]:
     """
     cu = call.cu_seqlens_q.to(torch.int64)
     rows = torch.arange(call.q.shape[0], device=cu.device)
-    request = torch.searchsorted(cu[1:].contiguous(), rows, right=True)
-    shift = torch.nn.functional.pad(call.cache_seqlens.to(torch.int64) - cu[:-1], (0, 1))
+    request = torch.searchsorted(cu, rows, right=True) - 1
+    owned = (request >= 0) & (request < call.cache_seqlens.shape[0])
+    request = request.clamp(min=0)
+    shift = pad(call.cache_seqlens.to(torch.int64), (0, 1)) - cu
     position = rows + shift.index_select(0, request)
     # One more row and column of the table stand for "nowhere".
-    table = torch.nn.functional.pad(call.block_table, (0, 1, 0, 1), value=-1)
-    width = table.shape[1]
+    table = pad(call.block_table, (0, 1, 0, 1), value=-1)
+    last = table.shape[1] - 1
     column = torch.div(position, call.page_size, rounding_mode="floor")
-    column = torch.where((column >= 0) & (rows >= cu[:1]), column.clamp(max=width - 1), width - 1)
-    page = table.flatten().index_select(0, request * width + column).to(torch.int64)
+    column = torch.where(owned & (column >= 0), column.clamp(max=last), last)
+    page = table.flatten().index_select(0, request * (last + 1) + column).to(torch.int64)
     return position, page * call.page_size + position % call.page_size
 
 
@@ -39,7 +43,4 @@ def rotated(rows: Tensor, position: Tensor, frequency: Tensor) -> Tensor:
     The angles are float64: at position 131072 those of float32 are off by 3.5e-2.
     """
     angle = position[:, None] * frequency
-    cos, sin = (x.to(torch.float32)[:, None] for x in (angle.cos(), angle.sin()))
-    half = frequency.shape[0]
-    first, second, rest = rows.to(torch.float32).split((half, half, rows.shape[2] - 2 * half), -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+    return rotate(rows, angle.cos().to(torch.float32), angle.sin().to(torch.float32))

@@ -17,6 +17,7 @@ from tileops.kernels.common.cpu_attention import (
     attend,
 )
 from tileops.kernels.common.fp8 import store_e4m3
+from tileops.kernels.common.gqa_hooks import score_scale
 from tileops.kernels.common.pool_rows import copy_rows
 
 
@@ -52,7 +53,7 @@ def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
             q,
             AppendedKeys(paged, old, k_new[rows], v_new[rows], call.k_scale, call.v_scale),
             kv_len=old + q.shape[0],
-            scale=q.shape[2] ** -0.5 if call.sm_scale is None else call.sm_scale,
+            scale=score_scale(call),
             is_causal=call.is_causal,
             softcap=call.softcap,
             scratch=scratch,

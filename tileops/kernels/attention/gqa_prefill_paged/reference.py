@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ops_registry.contract import E4M3
 from tileops.kernels.attention.gqa_prefill_paged.append import (
@@ -11,20 +12,25 @@ from tileops.kernels.attention.gqa_prefill_paged.append import (
     frequencies,
     rotated,
 )
-from tileops.kernels.common import blockwise
-from tileops.kernels.common.blockwise import FAR, Inputs, Load
+from tileops.kernels.common.blockwise import (
+    Inputs,
+    Load,
+    Window,
+    attend,
+    packed_lengths,
+    paged_address,
+    take,
+)
 from tileops.kernels.common.fp8 import store_e4m3
+from tileops.kernels.common.gqa_hooks import score_scale, softcap_of
 from tileops.kernels.common.pool_rows import scatter_rows
 
 
 def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
     """q [T_q, H, D]; k_new, v_new [T_q, H_kv, D]; pools [N_kv, H_kv, D]."""
     position, slot = destinations(call)
-    start, length = blockwise.packed_segments(call.cu_seqlens_q)
-    old = call.cache_seqlens.to(torch.int64)
-    k_new = call.k_new
+    k_new, query = call.k_new, None
     inputs: Inputs = {"k": call.k_pages, "v": call.v_pages, "v_new": call.v_new}
-    query = None
     if call.fuse_rope:
         inputs["frequency"] = frequencies(call)
         k_new = rotated(k_new, position, inputs["frequency"]).to(k_new.dtype)
@@ -32,23 +38,27 @@ def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
         def query(x: Inputs, b: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
             return rotated(rows, positions, x["frequency"])
 
-    inputs |= {"k_new": k_new, "start": start, "old": old}
-    inputs["table"] = torch.nn.functional.pad(call.block_table, (0, 1), value=-1)
+    inputs |= {
+        "k_new": k_new,
+        "old": call.cache_seqlens.to(torch.int64),
+        "starts": call.cu_seqlens_q.to(torch.int64),
+        "table": pad(call.block_table, (0, 1), value=-1),
+        "block_table": call.block_table,  # for its extents
+    }
     fp8 = call.k_pages.dtype == E4M3
     if fp8:
         inputs |= {"k_scale": call.k_scale, "v_scale": call.v_scale}
-    o, _ = blockwise.attend(
+    o, _ = attend(
         call.q,
-        start,
-        length,
-        old + length,
+        call.cu_seqlens_q,
+        pad(inputs["old"], (0, 1)) + packed_lengths(call.cu_seqlens_q),
         inputs,
         appended_rows(call.page_size, fp8),
-        blockwise.Window(call.is_causal),
-        scale=call.q.shape[2] ** -0.5 if call.sm_scale is None else call.sm_scale,
-        heads_kv=call.k_new.shape[1],
-        value_dim=call.v_new.shape[2],
-        softcap=call.softcap or 0.0,
+        Window(call.is_causal),
+        scale=score_scale(call),
+        heads_kv=k_new.shape[1],
+        value_dim=k_new.shape[2],
+        softcap=softcap_of(call),
         query=query,
     )
     out.copy_(o)
@@ -66,22 +76,19 @@ def appended_rows(page_size: int, fp8: bool) -> Load:
     """
 
     def load(x: Inputs, b: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        old, start = x["old"].index_select(0, b), x["start"].index_select(0, b)
+        old, start = take(x["old"], b), take(x["starts"], b)
         cached = keys < old
         last = x["table"].shape[1] - 1
-        column = torch.div(keys, page_size, rounding_mode="floor").clamp(max=last)
-        column = torch.where(cached, column, last)
-        page = x["table"].index_select(0, b).index_select(1, column)[0].to(torch.int64)
-        row = torch.where(page < 0, FAR, page * page_size + keys % page_size)
-        row = torch.where(cached, row, 0)
+        at = torch.where(cached, keys, last * page_size)
+        row = torch.where(cached, paged_address(x["table"], b, at, page_size), 0)
         fresh = torch.where(cached, start, start + keys - old)
         return pick(x, "k", cached, row, fresh), pick(x, "v", cached, row, fresh)
 
     def pick(x: Inputs, name: str, cached: Tensor, row: Tensor, fresh: Tensor) -> Tensor:
-        pool = x[name].index_select(0, row).to(torch.float32)
+        pool = take(x[name], row).to(torch.float32)
         if fp8:
             pool = pool * x[f"{name}_scale"]
-        new = x[f"{name}_new"].index_select(0, fresh).to(torch.float32)
+        new = take(x[f"{name}_new"], fresh).to(torch.float32)
         return torch.where(cached[:, None, None], pool, new)
 
     return load

@@ -4,23 +4,19 @@ from typing import Any
 
 from torch import Tensor
 
-from tileops.kernels.common.blockwise import Window, attend, packed_rows, packed_segments
-from tileops.kernels.common.blockwise_backward import attend_backward
+from tileops.kernels.common.blockwise import Window, attend, packed_lengths, packed_rows
 from tileops.kernels.common.gqa_hooks import hooks_of, score_scale, softcap_of
 
 
 def gqa_varlen_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
     """Fill o [T_q, H, D] and lse [H, T_q]."""
     o, lse = out
-    q_start, q_len = packed_segments(call.cu_seqlens_q)
-    kv_start, kv_len = packed_segments(call.cu_seqlens_kv)
     hooks = hooks_of(call)
     rows, natural = attend(
         call.q,
-        q_start,
-        q_len,
-        kv_len,
-        {"k": call.k, "v": call.v, "kv_start": kv_start, **hooks.inputs},
+        call.cu_seqlens_q,
+        packed_lengths(call.cu_seqlens_kv),
+        {"k": call.k, "v": call.v, "kv_offsets": call.cu_seqlens_kv, **hooks.inputs},
         packed_rows(hooks.key),
         Window(call.is_causal, call.window_size_left, call.window_size_right),
         scale=score_scale(call),

@@ -5,19 +5,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tileops.kernels.common.blockwise import FAR, ClosedChunks, Inputs, attend, packed_segments
+from tileops.kernels.common.blockwise import (
+    FAR,
+    ClosedChunks,
+    Inputs,
+    attend,
+    packed_lengths,
+    take,
+)
 
 
 def nsa_compressed_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
     """q [T, H, DK]; k_cmp [C, H_kv, DK]; v_cmp [C, H_kv, DV] -> o [T, H, DV], lse [H, T]."""
-    starts, lengths = packed_segments(call.offsets)
-    chunk_starts, chunks = packed_segments(call.chunk_offsets)
     o, lse = attend(
         call.q,
-        starts,
-        lengths,
-        chunks,
-        {"k": call.k_cmp, "v": call.v_cmp, "kv_start": chunk_starts},
+        call.offsets,
+        packed_lengths(call.chunk_offsets),
+        {"k": call.k_cmp, "v": call.v_cmp, "first": call.chunk_offsets.to(torch.int64)},
         load_chunks,
         ClosedChunks(call.bs),
         scale=call.scale,
@@ -30,8 +34,8 @@ def nsa_compressed_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
 
 def load_chunks(x: Inputs, b: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of chunks [n] of request b; a row outside the pool raises."""
-    rows = x["kv_start"].index_select(0, b) + chunks
+    rows = take(x["first"], b) + chunks
     # Compiled indexing counts negative rows from the end; here they have to raise.
     rows = torch.where(rows < 0, FAR, rows)
-    k, v = (x[name].index_select(0, rows).to(torch.float32) for name in ("k", "v"))
+    k, v = (take(x[name], rows).to(torch.float32) for name in ("k", "v"))
     return k, v

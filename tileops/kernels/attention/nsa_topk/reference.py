@@ -17,8 +17,7 @@ from tileops.kernels.common.blockwise import (
     Inputs,
     by_group,
     key_block,
-    packed_segments,
-    tile_rows,
+    take,
     walk,
 )
 
@@ -28,11 +27,10 @@ LOW = 2**32  # ids are below
 def nsa_topk(out: Tensor, call: Any) -> None:
     """q [T, H, D]; k_cmp [C, H_kv, D] -> block_indices [T, H_kv, selected_block_num]."""
     q, k = call.q, call.k_cmp
-    heads, dim, heads_kv = q.shape[1], q.shape[2], k.shape[1]
+    heads, dim, heads_kv = (int(n) for n in (*q.shape[1:], k.shape[1]))
     group, width, size = heads // heads_kv, call.selected_block_num, call.bs
-    starts, lengths = packed_segments(call.offsets)
-    tile = tile_rows(q.shape[0], starts.shape[0], 128)
-    block = key_block(heads, heads_kv, dim, tile, 1024, None)
+    tile = max(16, 128 // group)
+    block = key_block(heads, heads_kv, dim, tile, 256, None)
     inputs = {
         "q": q,
         "k": k,
@@ -48,17 +46,25 @@ def nsa_topk(out: Tensor, call: Any) -> None:
         row = start + torch.minimum(chunk, closed.amax() - 1).clamp(min=0)
         # Compiled indexing counts negative rows from the end; here they have to raise.
         row = torch.where(row < 0, FAR, row)
-        keys = k.index_select(0, row).to(torch.float32).permute(1, 2, 0)
+        keys = take(k, row).to(torch.float32).permute(1, 2, 0)
         z = torch.bmm(queries.to(torch.float32), keys)
         z = z.reshape(heads_kv, group, closed.shape[0], lanes.shape[0])
         return chunk, torch.where(chunk < closed[:, None], z, -INF)
 
-    def unread(at: Tensor, top: Tensor, total: Tensor, queries: Tensor, closed: Tensor, *_: Tensor):
+    def unread(
+        at: Tensor, top: Tensor, total: Tensor, queries: Tensor, closed: Tensor, *_: Tensor
+    ):
         return at < closed.amax()
 
     def normalize(
-        at: Tensor, top: Tensor, total: Tensor, queries: Tensor, closed: Tensor, start: Tensor,
-        k: Tensor, lanes: Tensor,
+        at: Tensor,
+        top: Tensor,
+        total: Tensor,
+        queries: Tensor,
+        closed: Tensor,
+        start: Tensor,
+        k: Tensor,
+        lanes: Tensor,
     ) -> tuple[Tensor, ...]:
         _, z = logits(at, lanes, queries, closed, start, k)
         new_top = torch.maximum(top, z.amax(-1, keepdim=True))
@@ -70,8 +76,15 @@ def nsa_topk(out: Tensor, call: Any) -> None:
         return at < count.amax()
 
     def rank(
-        at: Tensor, best: Tensor, count: Tensor, lse: Tensor, queries: Tensor, closed: Tensor,
-        start: Tensor, k: Tensor, lanes: Tensor,
+        at: Tensor,
+        best: Tensor,
+        count: Tensor,
+        lse: Tensor,
+        queries: Tensor,
+        closed: Tensor,
+        start: Tensor,
+        k: Tensor,
+        lanes: Tensor,
     ) -> tuple[Tensor, ...]:
         chunk, z = logits(at, lanes, queries, closed, start, k)
         current = count[:, None] - 1
@@ -87,9 +100,9 @@ def nsa_topk(out: Tensor, call: Any) -> None:
     def step(x: Inputs, b: Tensor, rows: Tensor, local: Tensor, live: Tensor):
         closed = torch.where(live, torch.div(local + 1, size, rounding_mode="floor"), 0)
         count = torch.where(live, torch.div(local, size, rounding_mode="floor") + 1, 0)
-        start = x["chunk_start"].index_select(0, b)
+        start = take(x["chunk_start"], b)
         # In q's dtype up to the loops: a compiler drops a rounding that it sees undone.
-        queries = (x["q"].index_select(0, rows).to(torch.float32) * call.scale).to(q.dtype)
+        queries = (take(x["q"], rows).to(torch.float32) * call.scale).to(q.dtype)
         queries = by_group(queries, heads_kv)
         total = torch.zeros(heads_kv, group, rows.shape[0], 1, device=q.device)
         at = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -105,6 +118,6 @@ def nsa_topk(out: Tensor, call: Any) -> None:
 
     with torch.autocast(q.device.type, enabled=False):
         (ids,) = walk(
-            step, inputs, starts, lengths, q.shape[0], tile, [((heads_kv, width), torch.int32, -1)]
+            step, inputs, call.offsets, q.shape[0], tile, [((heads_kv, width), torch.int32, -1)]
         )
     out.copy_(ids)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tileops.kernels.common.blockwise import Inputs
+from tileops.kernels.common.blockwise import Inputs, packed_lengths, take
 from tileops.kernels.common.gathered import attend_gathered, last_slot
 
 
@@ -19,16 +19,16 @@ def nsa_varlen_fwd(out: Tensor, call: Any) -> None:
 
     def prepare(x: Inputs, rows: Tensor, live: Tensor) -> tuple[Inputs, Tensor]:
         # The request of a row; rows past the last offset fall into an empty one.
-        request = torch.searchsorted(x["ends"], rows, right=True)
-        first = x["first"].index_select(0, request)
-        length = x["last"].index_select(0, request) - first
+        request = (torch.searchsorted(x["first"], rows, right=True) - 1).clamp(min=0)
+        first = take(x["first"], request)
+        length = take(x["length"], request)
         local = rows - first
         limit = torch.where(local >= 0, length, 0)
         if call.is_causal:
             limit = torch.minimum(limit, local + 1)
         limit = torch.where(live, limit, 0)
-        blocks = x["blocks"].index_select(0, rows).to(torch.int64)
-        counts = x["counts"].index_select(0, rows)
+        blocks = take(x["blocks"], rows).to(torch.int64)
+        counts = take(x["counts"], rows)
         # Compared as block numbers: a huge id times the block size would overflow.
         last_block = torch.div(limit - 1, size, rounding_mode="floor")
         used = x["slots"] < counts[:, :, None]
@@ -44,22 +44,27 @@ def nsa_varlen_fwd(out: Tensor, call: Any) -> None:
 
     def pick(x: Inputs, lanes: Tensor) -> tuple[Tensor, Tensor]:
         slot = torch.div(lanes, x["width"], rounding_mode="floor")
-        block = x["blocks"].index_select(2, slot.clamp(max=x["blocks"].shape[2] - 1))
+        block = take(x["blocks"], slot.clamp(max=x["blocks"].shape[2] - 1), dim=2)
         key = block * size + lanes % x["width"]
         return x["first"] + key, (block >= 0) & (key < x["limit"])
 
     offsets = call.offsets.to(torch.int64)
     inputs = {
-        "ends": offsets[1:],
         "first": offsets,
-        "last": torch.cat([offsets[1:], offsets[-1:]]),
+        "length": packed_lengths(offsets),
         "blocks": call.block_indices,
         "counts": call.block_counts,
         "slots": torch.arange(call.block_indices.shape[2], device=call.q.device),
     }
     out.copy_(
         attend_gathered(
-            call.q, call.k, call.v, inputs, prepare, pick,
-            scale=call.scale, value_dim=call.q.shape[2],
+            call.q,
+            call.k,
+            call.v,
+            inputs,
+            prepare,
+            pick,
+            scale=call.scale,
+            value_dim=call.q.shape[2],
         )
     )

@@ -1,0 +1,1 @@
+"""Timings against what a user would otherwise call."""
