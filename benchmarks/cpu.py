@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ def prefill_rows(dtype: torch.dtype, floor: float) -> list[Row]:
     k, v = (torch.randn(1, PREFILL, HEADS_KV, DIM).to(dtype) for _ in "kv")
     sinks = torch.randn(HEADS)
     ends = torch.tensor([0, PREFILL], dtype=torch.int32)
-    by_head = [x.transpose(1, 2) for x in (q, k, v)]
+    q_by_head, k_by_head, v_by_head = (x.transpose(1, 2) for x in (q, k, v))
     plain, window, capped = (
         GQADenseFwdOp(),
         GQADenseFwdOp(window_size_left=WINDOW),
@@ -88,11 +89,13 @@ def prefill_rows(dtype: torch.dtype, floor: float) -> list[Row]:
     packed = GQAVarlenFwdOp()
     one = (q[0, :, :GROUP], k[0, :, 0], v[0, :, 0])
 
-    def error(o: Tensor, **options: object) -> float:
+    def error(o: Tensor, **options: Any) -> float:
         return relative(o.view(PREFILL, HEADS, DIM)[:, :GROUP], formula(*one, **options))
 
     def sdpa() -> Tensor:
-        o = scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=True)
+        o = scaled_dot_product_attention(
+            q_by_head, k_by_head, v_by_head, is_causal=True, enable_gqa=True
+        )
         return o.transpose(1, 2).reshape(q.shape)
 
     def sunk() -> Tensor:
@@ -124,7 +127,7 @@ def decode_rows(dtype: torch.dtype, floor: float) -> list[Row]:
     """4 requests of one token over 4096 keys, dense and in pages of 16 in random order."""
     q = torch.randn(REQUESTS, 1, HEADS, DIM).to(dtype)
     k, v = (torch.randn(REQUESTS, CACHED, HEADS_KV, DIM).to(dtype) for _ in "kv")
-    by_head = [x.transpose(1, 2) for x in (q, k, v)]
+    q_by_head, k_by_head, v_by_head = (x.transpose(1, 2) for x in (q, k, v))
     table = torch.randperm(REQUESTS * CACHED // PAGE).view(REQUESTS, -1)
     pools = []
     for x in (k, v):
@@ -143,7 +146,7 @@ def decode_rows(dtype: torch.dtype, floor: float) -> list[Row]:
         return relative(o.view(REQUESTS, HEADS, DIM)[:, :GROUP], want)
 
     def sdpa() -> Tensor:
-        return scaled_dot_product_attention(*by_head, enable_gqa=True)
+        return scaled_dot_product_attention(q_by_head, k_by_head, v_by_head, enable_gqa=True)
 
     def ours() -> Tensor:
         return dense(q, k, v)
@@ -195,9 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     print(machine())
     if os.getloadavg()[0] > options.threads:
-        # Our kernels are many short parallel loops and SDPA is one long one, so that threads
-        # that have to wait for a core cost us far more.
-        print("other programs are running: the ratios below say little")
+        # A thread that spins at the end of a parallel loop keeps the last one from its core.
+        # Ours are many short loops and SDPA is one, so that a busy machine costs us far more.
+        print("other programs are running; OMP_WAIT_POLICY=PASSIVE makes the ratios comparable")
     print(f"{HEADS}/{HEADS_KV} heads of {DIM}; prefill 1 x {PREFILL} causal; ", end="")
     print(f"decode {REQUESTS} x {CACHED}, pages of {PAGE}")
     print(f"\n{'row':28}{'us':>10}{'SDPA us':>10}{'ratio':>8}{'floor':>7}  {'error':8}")

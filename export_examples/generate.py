@@ -97,6 +97,7 @@ def run(options: argparse.Namespace) -> None:
     # On a terminal the text itself shows the progress, and a bar would break its lines.
     hidden = sys.stdout.isatty() and sys.stderr.isatty()
     total = len(requests) * options.max_new_tokens
+    next(steps)  # ready: whatever had to be built and loaded is
     with tqdm(total=total, unit="token", disable=hidden, file=sys.stderr) as bar:
         for step in rates.watch(steps):
             for pick in step.picks:
@@ -153,8 +154,7 @@ class Rates:
                 tokens = sum(self.prompt_tokens[pick.request] for pick in step.picks)
             else:
                 tokens = len(step.picks)
-            if step.phase in self.steps:
-                self.steps[step.phase].append((tokens, now - start))
+            self.steps[step.phase].append((tokens, now - start))
             yield step
             start = time.perf_counter()
 

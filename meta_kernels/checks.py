@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ops_registry.contract import E4M3, HALF, OpContract, TensorSpec
+from ops_registry.contract import E4M3, HALF, Axis, OpContract, TensorSpec
 
 Dims = dict[str, Any]
 
@@ -44,22 +44,22 @@ def check_tensors(contract: OpContract, call: Any) -> Dims:
     Each letter is bound by the first tensor that carries it and checked on every later one.
     """
     dims: Dims = {}
-    first = call[0]
-    for name, spec in contract.tensors.items():
-        tensor = getattr(call, name)
+    device = call[0].device
+    for index, (name, spec) in enumerate(contract.tensors.items()):
+        tensor = call[index]
         if tensor is None:
             if not spec.optional:
                 raise refuse(contract.name, f"{name} must be a tensor, got None")
             continue
         if spec.axes is not None:
-            _check_shape(contract, name, spec, tensor, dims)
+            _check_shape(contract, name, spec.axes, tensor, dims)
         if spec.dtypes is not None:
             _check_dtype(contract, call, name, spec, tensor)
-        if tensor.device != first.device:
+        if tensor.device != device:
             lead = next(iter(contract.tensors))
             raise refuse(
                 contract.name,
-                f"{name} must be on the device of {lead}, {first.device}, got {tensor.device}",
+                f"{name} must be on the device of {lead}, {device}, got {tensor.device}",
             )
         if spec.mutated and not tensor.is_contiguous():
             raise refuse(
@@ -72,42 +72,33 @@ def check_tensors(contract: OpContract, call: Any) -> Dims:
 
 
 def _check_shape(
-    contract: OpContract, name: str, spec: TensorSpec, tensor: torch.Tensor, dims: Dims
+    contract: OpContract, name: str, axes: tuple[Axis, ...], tensor: torch.Tensor, dims: Dims
 ) -> None:
-    axes = spec.axes
-    assert axes is not None
-    if tensor.dim() != len(axes):
-        raise refuse(
-            contract.name,
-            f"{name} must have shape [{', '.join(axes)}], got {shown(tensor.shape)}",
-        )
-    for axis, extent in zip(axes, tensor.shape, strict=True):
-        if axis == "-":
+    shape = tensor.shape
+    if len(shape) != len(axes):
+        letters = ", ".join(axis.text for axis in axes)
+        raise refuse(contract.name, f"{name} must have shape [{letters}], got {shown(shape)}")
+    for axis, extent in zip(axes, shape, strict=True):
+        if axis.letter is None:
             continue
-        letter, _, plus = axis.partition("+")
-        offset = int(plus or 0)
-        if letter.isdigit():
-            wanted: Any = int(letter)
-        elif letter in dims:
-            wanted = dims[letter] + offset
-        else:
-            if extent < offset:
+        known = axis.fixed if axis.fixed is not None else dims.get(axis.letter)
+        if known is None:
+            if axis.offset and extent < axis.offset:
                 raise _wrong_shape(contract, name, axes, tensor, dims)
-            dims[letter] = extent - offset if offset else extent
-            continue
-        if extent != wanted:
+            dims[axis.letter] = extent - axis.offset if axis.offset else extent
+        elif extent != (known + axis.offset if axis.offset else known):
             raise _wrong_shape(contract, name, axes, tensor, dims)
 
 
 def _wrong_shape(
-    contract: OpContract, name: str, axes: tuple[str, ...], tensor: torch.Tensor, dims: Dims
+    contract: OpContract, name: str, axes: tuple[Axis, ...], tensor: torch.Tensor, dims: Dims
 ) -> ValueError:
-    letters = [a.partition("+")[0] for a in axes]
-    known = ", ".join(f"{a}={dims[a]}" for a in dict.fromkeys(letters) if a in dims)
+    letters = dict.fromkeys(axis.letter for axis in axes if axis.letter in dims)
+    known = ", ".join(f"{letter}={dims[letter]}" for letter in letters if letter)
     where = f" with {known}" if known else ""
+    shape = ", ".join(axis.text for axis in axes)
     return refuse(
-        contract.name,
-        f"{name} must have shape [{', '.join(axes)}]{where}, got {shown(tensor.shape)}",
+        contract.name, f"{name} must have shape [{shape}]{where}, got {shown(tensor.shape)}"
     )
 
 

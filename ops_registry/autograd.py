@@ -39,9 +39,7 @@ def define_refusal(library: torch.library.Library) -> None:
     torch.library.register_fake("tileops::refuse_gradient", fake, lib=library)
 
 
-def refused(
-    like: torch.Tensor, grads: Iterable[torch.Tensor | None], why: str
-) -> torch.Tensor:
+def refused(like: torch.Tensor, grads: Iterable[torch.Tensor | None], why: str) -> torch.Tensor:
     """A gradient shaped like `like` that raises GradientError(why) when it is computed.
 
     grads: the gradients of the outputs, None for those without.

@@ -56,6 +56,23 @@ CONTRACTS: dict[str, OpContract] = {}
 
 
 @dataclass(frozen=True)
+class Axis:
+    """One axis of a TensorSpec: `letter + offset`, a `fixed` extent, or left open ("-")."""
+
+    text: str
+    letter: str | None = None
+    offset: int = 0
+    fixed: int | None = None
+
+    @staticmethod
+    def parse(text: str) -> Axis:
+        if text == "-":
+            return Axis(text)
+        letter, _, plus = text.partition("+")
+        return Axis(text, letter, int(plus or 0), int(letter) if letter.isdigit() else None)
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a contract.
 
@@ -73,9 +90,9 @@ class TensorSpec:
     mutated: bool = False
     differentiable: bool = False
 
-    @property
-    def axes(self) -> tuple[str, ...] | None:
-        return None if self.shape is None else tuple(self.shape.split())
+    @functools.cached_property
+    def axes(self) -> tuple[Axis, ...] | None:
+        return None if self.shape is None else tuple(map(Axis.parse, self.shape.split()))
 
 
 @dataclass(frozen=True)
@@ -204,6 +221,9 @@ def register(
 
     def trace(mode, op, types, args, kwargs):
         if tracing.exporting():
+            if contract.mutated and torch.onnx.is_in_onnx_export():
+                with mode:
+                    return _through_copies(contract, Call(*args, **kwargs))
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if tracing.foreign(types):
             return NotImplemented
@@ -290,6 +310,15 @@ def _follow_autocast(contract: OpContract, autocast: Callable[[Any, torch.dtype]
                 return contract.op(*autocast(call, torch.get_autocast_dtype(_device)))
 
         LIBRARY.impl(contract.name, cast, key)
+
+
+def _through_copies(contract: OpContract, call: Any) -> Any:
+    """A mutating call as its functional twin and copies: ONNX translates no mutation."""
+    results = contract.functional(*call)
+    returned = len(results) - len(contract.mutated)
+    for name, pool in zip(contract.mutated, results[returned:], strict=True):
+        getattr(call, name).copy_(pool)
+    return results[0] if returned == 1 else tuple(results[:returned]) or None
 
 
 def _define_functional_twin(

@@ -1,5 +1,6 @@
 """The built wheel: exactly the three import packages, every file of them, and it works."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -61,6 +62,7 @@ def test_runs_from_elsewhere(wheel, zipped, tmp_path):
         "from tileops.attention import GQADenseFwdOp\n"
         "q = torch.ones(1, 3, 2, 16, dtype=torch.float16)\n"
         "print(tileops.__file__, GQADenseFwdOp()(q, q, q).unique().tolist())\n"
+        "print(torch.compiler.config.cache_key_tag)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -71,5 +73,7 @@ def test_runs_from_elsewhere(wheel, zipped, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    where, answer = done.stdout.split()
+    where, answer, tag = done.stdout.split()
     assert answer == "[1.0]" and str(ROOT) not in where
+    nothing = f"tileops-{hashlib.sha256().hexdigest()[:16]}"
+    assert tag.startswith("tileops-") and tag != nothing

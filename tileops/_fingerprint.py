@@ -24,6 +24,9 @@ def source_hash() -> str:
     for file in (__file__, meta_kernels.__file__, ops_registry.__file__):
         assert file is not None
         root = Path(file).parent
+        if not root.is_dir():  # imported from a zip file
+            archive = next(parent for parent in root.parents if parent.is_file())
+            digest.update(archive.read_bytes())
         for path in sorted(root.rglob("*.py")):
             digest.update(str(path.relative_to(root)).encode())
             digest.update(path.read_bytes())

@@ -62,9 +62,11 @@ def dtype_name(dtype: object) -> str:
 
 
 def shape_cell(spec: TensorSpec) -> str:
-    if spec.axes is None:
+    if spec.shape is None:
         return "see text"
-    return code("[" + ", ".join("·" if axis == "-" else axis for axis in spec.axes) + "]")
+    return code(
+        "[" + ", ".join("·" if axis.letter is None else axis.text for axis in spec.axes) + "]"
+    )
 
 
 def dtype_cell(spec: TensorSpec) -> str:

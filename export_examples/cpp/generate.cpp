@@ -29,7 +29,6 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 namespace {
@@ -71,7 +70,11 @@ struct Active {
 };
 
 struct Geometry {
-  int64_t layers, heads_kv, head_dim, page_size, context;
+  int64_t layers;
+  int64_t heads_kv;
+  int64_t head_dim;
+  int64_t page_size;
+  int64_t context;
 };
 
 // Hands out pages. A request that was let in is promised the most pages it may need, so it can
@@ -165,17 +168,24 @@ Job read_job(std::istream& in, int64_t context) {
   return job;
 }
 
-// Views into one memory-mapped file: both packages use the same copy.
-std::unordered_map<std::string, at::Tensor> map_weights(const std::string& folder) {
+// The network's parameters, views into one memory-mapped file.
+struct Weights {
+  at::Tensor embedding;
+  at::Tensor norm;
+  at::Tensor output;
+  std::vector<Tensors> layers;
+};
+
+Weights map_weights(const std::string& folder, int64_t layers) {
   std::ifstream index(folder + "/weights.txt");
   if (!index) {
     throw std::runtime_error("There is no weights.txt in " + folder + ".");
   }
   struct Entry {
     std::string name;
-    int64_t offset;
+    int64_t offset = 0;
+    int64_t count = 1;
     std::vector<int64_t> shape;
-    int64_t count;
   };
   std::vector<Entry> entries;
   int64_t total = 0;
@@ -185,7 +195,6 @@ std::unordered_map<std::string, at::Tensor> map_weights(const std::string& folde
     size_t rank = 0;
     words >> entry.name >> entry.offset >> rank;
     entry.shape.resize(rank);
-    entry.count = 1;
     for (auto& extent : entry.shape) {
       words >> extent;
       entry.count *= extent;
@@ -197,64 +206,127 @@ std::unordered_map<std::string, at::Tensor> map_weights(const std::string& folde
     entries.push_back(std::move(entry));
   }
   const auto values = at::from_file(folder + "/weights.bin", /*shared=*/false, total, at::kFloat);
-  std::unordered_map<std::string, at::Tensor> weights;
+  const std::string block = "blk.";
+  Weights weights;
+  weights.layers.resize(layers);
   for (const auto& entry : entries) {
-    weights[entry.name] = values.narrow(0, entry.offset, entry.count).view(entry.shape);
+    const auto value = values.narrow(0, entry.offset, entry.count).view(entry.shape);
+    if (entry.name.rfind(block, 0) == 0) {
+      weights.layers.at(std::stoull(entry.name.substr(block.size()))).push_back(value);
+    } else if (entry.name == "token_embd.weight") {
+      weights.embedding = value;
+    } else if (entry.name == "output_norm.weight") {
+      weights.norm = value;
+    } else if (entry.name == "output.weight") {
+      weights.output = value;
+    } else {
+      throw std::runtime_error("weights.txt names an unknown tensor " + entry.name + ".");
+    }
+  }
+  if (!weights.output.defined()) {
+    weights.output = weights.embedding;
   }
   return weights;
 }
 
+Geometry read_geometry(const std::string& package) {
+  const auto metadata = Loader::load_metadata_from_package(package, "layer");
+  const auto figure = [&](const char* name) {
+    const auto found = metadata.find(name);
+    if (found == metadata.end()) {
+      throw std::runtime_error(package + " does not say its " + name + ".");
+    }
+    return static_cast<int64_t>(std::stoll(found->second));
+  };
+  return {
+      figure("layers"),
+      figure("heads_kv"),
+      figure("head_dim"),
+      figure("page_size"),
+      figure("context")};
+}
+
+// The key and the value pool of every layer, in the shape that one of the steps takes.
+struct Pools {
+  Tensors k;
+  Tensors v;
+};
+
+// One step: the layer program once per layer, then the head program.
+class Step {
+ public:
+  explicit Step(const std::string& package) : layer_(package, "layer"), head_(package, "head") {}
+
+  at::Tensor run(
+      const Weights& weights,
+      const Pools& pools,
+      const at::Tensor& tokens,
+      const Tensors& positions,
+      const Tensors& ends = {}) {
+    at::Tensor x = at::embedding(weights.embedding, tokens);
+    for (size_t i = 0; i < weights.layers.size(); ++i) {
+      Tensors inputs{x};
+      inputs.insert(inputs.end(), positions.begin(), positions.end());
+      inputs.push_back(pools.k[i]);
+      inputs.push_back(pools.v[i]);
+      inputs.insert(inputs.end(), weights.layers[i].begin(), weights.layers[i].end());
+      x = layer_.run(inputs).at(0);
+    }
+    Tensors inputs{x};
+    inputs.insert(inputs.end(), ends.begin(), ends.end());
+    inputs.push_back(weights.norm);
+    inputs.push_back(weights.output);
+    return head_.run(inputs).at(0);
+  }
+
+ private:
+  Loader layer_;
+  Loader head_;
+};
+
 class Model {
  public:
   Model(const std::string& prefill, const std::string& decode, const std::string& weights)
-      : prefill_(prefill), decode_(decode), weights_(map_weights(weights)) {
-    for (Loader* loader : {&prefill_, &decode_}) {
-      loader->load_constants(
-          weights_, /*use_inactive=*/false, /*check_full_update=*/true, /*user_managed=*/true);
-    }
-    const auto metadata = prefill_.get_metadata();
-    const auto figure = [&](const char* name) {
-      const auto found = metadata.find(name);
-      if (found == metadata.end()) {
-        throw std::runtime_error(std::string("The package does not say its ") + name + ".");
-      }
-      return static_cast<int64_t>(std::stoll(found->second));
-    };
-    geometry = {
-        figure("layers"),
-        figure("heads_kv"),
-        figure("head_dim"),
-        figure("page_size"),
-        figure("context")};
-  }
+      : geometry(read_geometry(prefill)),
+        prefill_(prefill),
+        decode_(decode),
+        weights_(map_weights(weights, geometry.layers)) {}
 
   void allocate_pools(int64_t pages) {
     const auto& g = geometry;
-    for (int64_t pool = 0; pool < 2 * g.layers; ++pool) {
-      paged_.push_back(at::zeros({pages, g.page_size, g.heads_kv, g.head_dim}, at::kBFloat16));
-      flat_.push_back(paged_.back().flatten(0, 1));
+    const auto fresh = [&] {
+      return at::zeros({pages, g.page_size, g.heads_kv, g.head_dim}, at::kBFloat16);
+    };
+    for (int64_t layer = 0; layer < g.layers; ++layer) {
+      paged_.k.push_back(fresh());
+      paged_.v.push_back(fresh());
+      flat_.k.push_back(paged_.k.back().flatten(0, 1));
+      flat_.v.push_back(paged_.v.back().flatten(0, 1));
     }
   }
 
-  at::Tensor prefill(Tensors inputs) {
-    inputs.insert(inputs.end(), flat_.begin(), flat_.end());
-    return prefill_.run(inputs).at(0);
+  at::Tensor prefill(
+      const at::Tensor& tokens,
+      const at::Tensor& cu_seqlens_q,
+      const at::Tensor& cache_seqlens,
+      const at::Tensor& block_table) {
+    const Tensors positions{cu_seqlens_q, cache_seqlens, block_table};
+    return prefill_.run(weights_, flat_, tokens, positions, {cu_seqlens_q});
   }
 
-  at::Tensor decode(Tensors inputs) {
-    inputs.insert(inputs.end(), paged_.begin(), paged_.end());
-    return decode_.run(inputs).at(0);
+  at::Tensor decode(
+      const at::Tensor& tokens, const at::Tensor& cache_seqlens, const at::Tensor& block_table) {
+    return decode_.run(weights_, paged_, tokens, {cache_seqlens, block_table});
   }
 
-  Geometry geometry{};
+  const Geometry geometry;
 
  private:
-  Loader prefill_;
-  Loader decode_;
-  std::unordered_map<std::string, at::Tensor> weights_;
-  // All key pools, then all value pools: the order of the packages' inputs.
-  Tensors paged_;
-  Tensors flat_;
+  Step prefill_;
+  Step decode_;
+  Weights weights_;
+  Pools paged_;
+  Pools flat_; // the same memory
 };
 
 at::Tensor tensor_of(const Ids& values, at::ScalarType dtype) {
@@ -276,9 +348,8 @@ Ids run_step(Model& model, std::vector<Active*>& batch, int64_t width, bool pref
   const auto cache_seqlens = tensor_of(lengths, at::kInt);
   const auto logits = prefill
       ? model.prefill(
-            {tensor_of(tokens, at::kLong), tensor_of(offsets, at::kInt), cache_seqlens,
-             block_table})
-      : model.decode({tensor_of(tokens, at::kLong), cache_seqlens, block_table});
+            tensor_of(tokens, at::kLong), tensor_of(offsets, at::kInt), cache_seqlens, block_table)
+      : model.decode(tensor_of(tokens, at::kLong), cache_seqlens, block_table);
   const auto picks = logits.argmax(1).contiguous();
   const auto* first = picks.const_data_ptr<int64_t>();
   return Ids(first, first + rows);

@@ -79,11 +79,11 @@ class Runner(Protocol):
 class Pools:
     """Keys and values of every layer, in the two shapes the operators take; same memory."""
 
-    def __init__(self, config: Config, pages: int, page_size: int = PAGE_SIZE) -> None:
-        shape = (pages, page_size, config.heads_kv, config.head_dim)
+    def __init__(self, config: Config, pages: int, layers: int | None = None) -> None:
+        shape = (pages, PAGE_SIZE, config.heads_kv, config.head_dim)
+        layers = config.layers if layers is None else layers
         self.k, self.v = (
-            [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(config.layers)]
-            for _ in range(2)
+            [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(layers)] for _ in range(2)
         )
         self.k_flat = [pool.flatten(0, 1) for pool in self.k]
         self.v_flat = [pool.flatten(0, 1) for pool in self.v]

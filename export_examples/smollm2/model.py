@@ -27,6 +27,10 @@ from tileops.attention import (
 )
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Map float32 q [T, H, D], k and v [T, G, D] to o [T, H, D] bfloat16, appending k and v."""
+
+Bind = Callable[[Tensor, Tensor], Attend]
+"""Make an `Attend` for the key and the value pool of one layer."""
 
 
 class Block(nn.Module):
@@ -47,7 +51,7 @@ class Block(nn.Module):
         self.ffn_down = nn.Linear(config.hidden, config.dim, bias=False)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """Map x [T, dim] to [T, dim]; attend takes float32 q [T, H, D], k and v [T, G, D]."""
+        """Map x [T, dim] to [T, dim]."""
         h = self.attn_norm(x)
         q, k, v = (
             project(h).unflatten(1, (-1, self.head_dim))
@@ -59,7 +63,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The network without attention state; the steps below say what attention means."""
+    """The network; the steps below say what attention means."""
 
     def __init__(self, config: Config, tied: bool = True) -> None:
         super().__init__()
@@ -69,19 +73,30 @@ class Llama(nn.Module):
         self.output_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.output = None if tied else nn.Linear(config.dim, config.vocab, bias=False)
 
+    @property
+    def output_weight(self) -> Tensor:
+        """The output projection [V, dim], the embedding table where the file has no other."""
+        return self.token_embd.weight if self.output is None else self.output.weight
+
+    def activations(
+        self, tokens: Tensor, bind: Bind, k_pools: list[Tensor], v_pools: list[Tensor]
+    ) -> Tensor:
+        """Map tokens [T] to activations [T, dim]; the pools are one per layer, written."""
+        x = self.token_embd(tokens)
+        for block, k_pool, v_pool in zip(self.blk, k_pools, v_pools, strict=True):
+            x = block(x, bind(k_pool, v_pool))
+        return x
+
     def logits(self, x: Tensor) -> Tensor:
-        """Map final activations [B, dim] to logits [B, V]."""
-        weight = self.token_embd.weight if self.output is None else self.output.weight
-        return F.linear(self.output_norm(x), weight)
+        """Map activations [B, dim] to logits [B, V]."""
+        return F.linear(self.output_norm(x), self.output_weight)
 
 
-class PrefillStep(nn.Module):
-    """Run whole prompts and append their keys and values to the pools."""
+class PrefillAttention(nn.Module):
+    """Attention of whole prompts, which appends their keys and values."""
 
-    def __init__(self, model: Llama, page_size: int) -> None:
+    def __init__(self, config: Config, page_size: int) -> None:
         super().__init__()
-        self.model = model
-        config = model.config
         self.attention = GQAPrefillPagedWithKVCacheFwdOp(
             page_size,
             max_seqlen_q=config.context,
@@ -89,6 +104,69 @@ class PrefillStep(nn.Module):
             rope_base=config.rope_base,
             max_position=config.context,
         )
+
+    def bind(self, cu_seqlens_q: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Bind:
+        """Take cu_seqlens_q [B + 1], cache_seqlens [B] (before the append), block_table [B, W].
+
+        All int32. The pools are [N, G, D] bfloat16.
+        """
+        # The operator takes scales for every pool and ignores them for 16-bit ones.
+        unit = torch.ones(1, dtype=torch.float32, device=block_table.device)
+
+        def bind(k_pool: Tensor, v_pool: Tensor) -> Attend:
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+                return self.attention(
+                    q, k, v, k_pool, v_pool, unit, unit, cu_seqlens_q, cache_seqlens, block_table
+                )
+
+            return attend
+
+        return bind
+
+
+class DecodeAttention(nn.Module):
+    """Attention of one new token per request: write it to its page, then read the pages."""
+
+    def __init__(self, config: Config, page_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.page_size = page_size
+        self.write = PagedKVCacheWriteFwdOp()
+        self.attention = GQAPagedFwdOp(pos_encoding_mode="none")
+
+    def bind(self, cache_seqlens: Tensor, block_table: Tensor) -> Bind:
+        """Take cache_seqlens [B] (before the append) and block_table [B, W], both int32.
+
+        The pools are [NP, PS, G, D] bfloat16.
+        """
+        position = cache_seqlens.long()
+        page = block_table.gather(1, (position // self.page_size).unsqueeze(1)).squeeze(1)
+        slots = page.long() * self.page_size + position % self.page_size
+        batch = torch.arange(
+            cache_seqlens.shape[0] + 1, dtype=torch.int32, device=block_table.device
+        )
+        seqlens = cache_seqlens + 1
+        cos, sin = rotary_rows(position, self.config)
+
+        def bind(k_pool: Tensor, v_pool: Tensor) -> Attend:
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                q, k = rotate(q, cos, sin).bfloat16(), rotate(k, cos, sin).bfloat16()
+                self.write(k, v.bfloat16(), k_pool, v_pool, slots)
+                return self.attention(q, k_pool, v_pool, block_table, seqlens, batch)
+
+            return attend
+
+        return bind
+
+
+class PrefillStep(nn.Module):
+    """Run whole prompts; arguments as for `PrefillAttention.bind`."""
+
+    def __init__(self, model: Llama, page_size: int) -> None:
+        super().__init__()
+        self.model = model
+        self.attention = PrefillAttention(model.config, page_size)
 
     def forward(
         self,
@@ -99,38 +177,19 @@ class PrefillStep(nn.Module):
         k_pools: list[Tensor],
         v_pools: list[Tensor],
     ) -> Tensor:
-        """Return the logits [B, V] float32 that follow each request's last token.
-
-        tokens [T] int64, cu_seqlens_q [B + 1] int32, cache_seqlens [B] int32 (before the append),
-        block_table [B, W] int32, k_pools and v_pools: one [N, G, D] bfloat16 per layer, written.
-        """
-        # The operator takes scales for every pool and ignores them for 16-bit ones.
-        unit = torch.ones(1, dtype=torch.float32, device=tokens.device)
-
-        def attend_with(k_pool: Tensor, v_pool: Tensor) -> Attend:
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-                return self.attention(
-                    q, k, v, k_pool, v_pool, unit, unit, cu_seqlens_q, cache_seqlens, block_table
-                )
-
-            return attend
-
-        x = self.model.token_embd(tokens)
-        for block, k_pool, v_pool in zip(self.model.blk, k_pools, v_pools, strict=True):
-            x = block(x, attend_with(k_pool, v_pool))
-        return self.model.logits(x.index_select(0, cu_seqlens_q[1:] - 1))
+        """Map tokens [T] int64 to the logits [B, V] after each request's last one."""
+        bind = self.attention.bind(cu_seqlens_q, cache_seqlens, block_table)
+        x = self.model.activations(tokens, bind, k_pools, v_pools)
+        return self.model.logits(last_rows(x, cu_seqlens_q))
 
 
 class DecodeStep(nn.Module):
-    """Run one new token of every request."""
+    """Run one new token of every request; arguments as for `DecodeAttention.bind`."""
 
     def __init__(self, model: Llama, page_size: int) -> None:
         super().__init__()
         self.model = model
-        self.page_size = page_size
-        self.write = PagedKVCacheWriteFwdOp()
-        self.attention = GQAPagedFwdOp(pos_encoding_mode="none")
+        self.attention = DecodeAttention(model.config, page_size)
 
     def forward(
         self,
@@ -140,31 +199,14 @@ class DecodeStep(nn.Module):
         k_pools: list[Tensor],
         v_pools: list[Tensor],
     ) -> Tensor:
-        """Return the logits [B, V] float32 that follow each request's token.
+        """Map tokens [B] int64 to the logits [B, V] after each."""
+        bind = self.attention.bind(cache_seqlens, block_table)
+        return self.model.logits(self.model.activations(tokens, bind, k_pools, v_pools))
 
-        tokens [B] int64, cache_seqlens [B] int32 (before the append), block_table [B, W] int32,
-        k_pools and v_pools: one [NP, PS, G, D] bfloat16 per layer, written.
-        """
-        batch = tokens.shape[0]
-        position = cache_seqlens.long()
-        page = block_table.gather(1, (position // self.page_size).unsqueeze(1)).squeeze(1)
-        slots = page.long() * self.page_size + position % self.page_size
-        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=tokens.device)
-        seqlens = cache_seqlens + 1
-        cos, sin = rotary_rows(position, self.model.config)
 
-        def attend_with(k_pool: Tensor, v_pool: Tensor) -> Attend:
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                q, k = rotate(q, cos, sin).bfloat16(), rotate(k, cos, sin).bfloat16()
-                self.write(k, v.bfloat16(), k_pool, v_pool, slots)
-                return self.attention(q, k_pool, v_pool, block_table, seqlens, cu_seqlens_q)
-
-            return attend
-
-        x = self.model.token_embd(tokens)
-        for block, k_pool, v_pool in zip(self.model.blk, k_pools, v_pools, strict=True):
-            x = block(x, attend_with(k_pool, v_pool))
-        return self.model.logits(x)
+def last_rows(x: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    """Pick each request's last row [B, dim] of packed rows [T, dim]."""
+    return x.index_select(0, cu_seqlens_q[1:] - 1)
 
 
 def rotary_rows(position: Tensor, config: Config) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,6 @@ from export_examples.smollm2.packages import (
     build_packages,
     cache_folder,
     digest_files,
-    step_weights,
 )
 
 SOURCES = Path(__file__).parent.parent / "cpp"
@@ -57,16 +56,17 @@ def build_program() -> Path:
         ):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise NativeError(
-                    f"Building the C++ program failed:\n{done.stdout}{done.stderr}"
-                )
+                raise NativeError(f"Building the C++ program failed:\n{done.stdout}{done.stderr}")
         os.replace(Path(build) / "generate", program)
     return program
 
 
 def write_weights(model: Llama) -> Path:
-    """Return a folder with the weights as the C++ program maps them: weights.bin and .txt."""
-    weights = {name: value.numpy() for name, value in step_weights(model).items()}
+    """Return a folder with the weights as the C++ program maps them: weights.bin and .txt.
+
+    A layer's tensors are listed in the order in which its program takes them.
+    """
+    weights = {name: value.numpy() for name, value in model.named_parameters()}
     digest = hashlib.sha256()
     for name, value in weights.items():
         digest.update(f"{name} {value.shape}".encode())

@@ -1,8 +1,9 @@
 """The two steps as AOTInductor packages with dynamic extents, kept in a cache folder.
 
-The packages hold code only. The 540 MB of float32 weights stay outside and are handed to both
-loaders as memory they do not own, so that prefill and decode share one copy, on disk and in
-memory, and a package is a few megabytes. The pools are inputs that a step writes in place.
+A step runs one layer program thirty times, then one head program; each package holds these two.
+A layer's weights and pools are inputs, the pools are written in place. So the packages hold code
+only (a few megabytes; the 540 MB of float32 weights exist once, for both steps), and a step takes
+a minute to compile, where thirty layers unrolled into one graph take more than ten.
 """
 
 from __future__ import annotations
@@ -12,42 +13,68 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.package import load_package, package_aoti
 from torch.export import Dim
+from torch.func import functional_call
+from torch.nn import functional as F
 
-import export_examples.smollm2
 from export_examples.smollm2.engine import PAGE_SIZE, Pools
-from export_examples.smollm2.model import DecodeStep, Llama, PrefillStep
+from export_examples.smollm2.model import (
+    Block,
+    DecodeAttention,
+    Llama,
+    PrefillAttention,
+    last_rows,
+)
 from export_examples.smollm2.weights import Config
 from tileops._fingerprint import source_hash
 
 PHASES = ("prefill", "decode")
-# Steps call the network `model`, so that is how both packages name its weights.
-WEIGHT_PREFIX = "model."
 
 
-def cache_folder(kind: str, *parts: object) -> Path:
-    """Return (and create) the user's cache folder for things of one kind made from `parts`."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-    folder = Path(root) / "tileops" / "smollm2" / f"{kind}-{digest}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+class LayerProgram(nn.Module):
+    """One layer of a step, its weights being inputs in the order of the block's parameters."""
+
+    def __init__(self, block: Block, attention: PrefillAttention | DecodeAttention) -> None:
+        super().__init__()
+        self.attention = attention
+        self.names = tuple(name for name, _ in block.named_parameters())
+        # In a list, so that the block's own weights are no part of the exported program.
+        self.template = [block]
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: tuple[Tensor, ...],
+        k_pool: Tensor,
+        v_pool: Tensor,
+        weights: tuple[Tensor, ...],
+    ) -> Tensor:
+        """Map x [T, dim] to [T, dim]; positions are the arguments of the attention's `bind`."""
+        attend = self.attention.bind(*positions)(k_pool, v_pool)
+        named = dict(zip(self.names, weights, strict=True))
+        return functional_call(self.template[0], named, (x, attend))
 
 
-def digest_files(folder: Path, *suffixes: str) -> str:
-    """Return a digest of the files of a folder that end in one of the suffixes."""
-    digest = hashlib.sha256()
-    for file in sorted(path for path in folder.iterdir() if path.suffix in suffixes):
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()
+class HeadProgram(nn.Module):
+    """What follows the layers."""
 
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.dim = config.dim
+        self.eps = config.norm_eps
 
-def step_weights(model: Llama) -> dict[str, Tensor]:
-    """Return the weights under the names that the packages give them."""
-    return {WEIGHT_PREFIX + name: value for name, value in model.state_dict().items()}
+    def forward(
+        self, x: Tensor, cu_seqlens_q: Tensor | None, norm: Tensor, output: Tensor
+    ) -> Tensor:
+        """Map x [T, dim] to logits [B, V]; in a prefill, of each request's last row."""
+        if cu_seqlens_q is not None:
+            x = last_rows(x, cu_seqlens_q)
+        return F.linear(F.rms_norm(x, (self.dim,), norm, self.eps), output)
 
 
 def build_packages(model: Llama) -> dict[str, Path]:
@@ -55,7 +82,7 @@ def build_packages(model: Llama) -> dict[str, Path]:
 
     The cache key covers all sources, the versions and the processor, which a package is tied to.
     """
-    sources = digest_files(Path(export_examples.smollm2.__file__).parent, ".py")
+    sources = digest_files(Path(__file__).parent, ".py")
     processor = torch.backends.cpu.get_cpu_capability()
     folder = cache_folder(
         "packages", source_hash(), sources, torch.__version__, processor, model.config
@@ -63,27 +90,28 @@ def build_packages(model: Llama) -> dict[str, Path]:
     paths = {phase: folder / f"{phase}.pt2" for phase in PHASES}
     for phase, path in paths.items():
         if not path.exists():
-            print(f"compiling the {phase} step, once (minutes) ...", file=sys.stderr)
+            print(f"compiling the {phase} step, once (a minute or two) ...", file=sys.stderr)
             build_package(model, phase, path)
     return paths
 
 
 def build_package(model: Llama, phase: str, path: Path) -> None:
-    """Export one step and compile it to `path`."""
-    step, arguments, shapes = example(model, phase)
+    """Export and compile the programs of one step to `path`."""
+    options = {
+        "aot_inductor.package": True,
+        # The checks of AOTI_RUNTIME_CHECK_INPUTS would ask for extents of two and more.
+        "aot_inductor.check_lowerbound": False,
+        "aot_inductor.metadata": metadata(model.config),
+    }
+    files = {}
     with torch.no_grad():
-        program = torch.export.export(step, arguments, dynamic_shapes=shapes)
-        options = {
-            "aot_inductor.package_constants_in_so": False,
-            # The checks of AOTI_RUNTIME_CHECK_INPUTS would ask for extents of two and more.
-            "aot_inductor.check_lowerbound": False,
-            "aot_inductor.metadata": metadata(model.config),
-        }
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = torch._inductor.aoti_compile_and_package(
-                program, package_path=str(Path(folder) / path.name), inductor_configs=options
-            )
-            os.replace(made, path)
+        for name, (module, arguments, shapes) in examples(model, phase).items():
+            program = torch.export.export(module, arguments, dynamic_shapes=shapes)
+            graph = program.module(check_guards=False)
+            files[name] = torch._inductor.aot_compile(graph, arguments, options=dict(options))
+    # A reader must never see half a package, so it appears by a rename.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        os.replace(package_aoti(str(Path(folder) / path.name), files), path)
 
 
 def metadata(config: Config) -> dict[str, str]:
@@ -98,48 +126,121 @@ def metadata(config: Config) -> dict[str, str]:
     return {name: str(value) for name, value in figures.items()}
 
 
-def example(model: Llama, phase: str) -> tuple[nn.Module, tuple, tuple]:
-    """Return a step, arguments to trace it with and which of their extents are dynamic.
+def examples(model: Llama, phase: str) -> dict[str, tuple[nn.Module, tuple, tuple]]:
+    """Return the programs of a step, arguments to trace them with, and their dynamic extents.
 
     The example extents are distinct and at least two, or the exporter would tie or fix them.
     """
-    layers = model.config.layers
-    batch, width, pages = Dim("batch"), Dim("width"), Dim("pages")
-    rows = 3
-    lengths = torch.arange(rows, dtype=torch.int32)
-    table = torch.arange(rows * 5, dtype=torch.int32).view(rows, 5)
-    pools = Pools(model.config, pages=24)
-    if phase == "decode":
-        arguments = (torch.arange(rows), lengths, table, pools.k, pools.v)
-        per_layer = [{0: pages}] * layers
-        shapes = ({0: batch}, {0: batch}, {0: batch, 1: width}, per_layer, per_layer)
-        return DecodeStep(model, PAGE_SIZE), arguments, shapes
+    config, block = model.config, model.blk[0]
+    weights = tuple(block.parameters())
+    pools = Pools(config, pages=24, layers=1)
+    batch, pages = Dim("batch"), Dim("pages")
+    lengths = torch.arange(3, dtype=torch.int32)
+    table = torch.arange(15, dtype=torch.int32).view(3, 5)
     offsets = torch.tensor([0, 2, 4, 7], dtype=torch.int32)
-    arguments = (torch.arange(7), offsets, lengths, table, pools.k_flat, pools.v_flat)
-    per_layer = [{0: PAGE_SIZE * pages}] * layers
-    shapes = (
-        {0: Dim("tokens")},
-        {0: batch + 1},
-        {0: batch},
-        {0: batch, 1: width},
-        per_layer,
-        per_layer,
-    )
-    return PrefillStep(model, PAGE_SIZE), arguments, shapes
+    table_shape = {0: batch, 1: Dim("width")}
+    attention: PrefillAttention | DecodeAttention
+    positions: tuple[Tensor, ...]
+    where: tuple[dict, ...]
+    if phase == "prefill":
+        attention = PrefillAttention(config, PAGE_SIZE)
+        rows, row_count = Dim("tokens"), 7
+        positions, where = (offsets, lengths, table), ({0: batch + 1}, {0: batch}, table_shape)
+        pool_shape = {0: PAGE_SIZE * pages}
+        k_pool, v_pool = pools.k_flat[0], pools.v_flat[0]
+        ends, ends_shape = offsets, {0: batch + 1}
+    else:
+        attention = DecodeAttention(config, PAGE_SIZE)
+        rows, row_count = batch, 3
+        positions, where = (lengths, table), ({0: batch}, table_shape)
+        pool_shape = {0: pages}
+        k_pool, v_pool = pools.k[0], pools.v[0]
+        ends, ends_shape = None, None
+    x = torch.randn(row_count, config.dim)
+    fixed = tuple({} for _ in weights)
+    return {
+        "layer": (
+            LayerProgram(block, attention),
+            (x, positions, k_pool, v_pool, weights),
+            ({0: rows}, where, pool_shape, pool_shape, fixed),
+        ),
+        "head": (
+            HeadProgram(config),
+            (x, ends, model.output_norm.weight, model.output_weight),
+            ({0: rows}, ends_shape, {}, {}),
+        ),
+    }
+
+
+class PackagedStep:
+    """One step of a model, run from its package."""
+
+    def __init__(self, model: Llama, path: Path) -> None:
+        self.layer = load_package(str(path), "layer")
+        self.head = load_package(str(path), "head")
+        self.embedding = model.token_embd.weight
+        self.blocks = [tuple(block.parameters()) for block in model.blk]
+        self.output = (model.output_norm.weight, model.output_weight)
+
+    def run(
+        self,
+        tokens: Tensor,
+        positions: tuple[Tensor, ...],
+        k_pools: list[Tensor],
+        v_pools: list[Tensor],
+        cu_seqlens_q: Tensor | None = None,
+    ) -> Tensor:
+        """Map tokens [T] to logits [B, V]."""
+        x = F.embedding(tokens, self.embedding)
+        for k_pool, v_pool, weights in zip(k_pools, v_pools, self.blocks, strict=True):
+            x = self.layer(x, positions, k_pool, v_pool, weights)
+        return self.head(x, cu_seqlens_q, *self.output)
 
 
 class PackagedSteps:
-    """The steps of a model, run from their packages."""
+    """Both steps of a model from their packages; the arguments are those of `model.py`."""
 
     def __init__(self, model: Llama) -> None:
         # Packages check their inputs only when asked to, and then say which one is wrong.
         os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
-        loaded = {
-            phase: torch._inductor.aoti_load_package(str(path))
-            for phase, path in build_packages(model).items()
-        }
-        weights = step_weights(model)
-        for package in loaded.values():
-            package.load_constants(weights, check_full_update=True, user_managed=True)
-        self.weights = weights  # the loaders keep pointers only
-        self.prefill, self.decode = loaded["prefill"], loaded["decode"]
+        paths = build_packages(model)
+        self.steps = {phase: PackagedStep(model, path) for phase, path in paths.items()}
+
+    def prefill(
+        self,
+        tokens: Tensor,
+        cu_seqlens_q: Tensor,
+        cache_seqlens: Tensor,
+        block_table: Tensor,
+        k_pools: list[Tensor],
+        v_pools: list[Tensor],
+    ) -> Tensor:
+        positions = (cu_seqlens_q, cache_seqlens, block_table)
+        return self.steps["prefill"].run(tokens, positions, k_pools, v_pools, cu_seqlens_q)
+
+    def decode(
+        self,
+        tokens: Tensor,
+        cache_seqlens: Tensor,
+        block_table: Tensor,
+        k_pools: list[Tensor],
+        v_pools: list[Tensor],
+    ) -> Tensor:
+        return self.steps["decode"].run(tokens, (cache_seqlens, block_table), k_pools, v_pools)
+
+
+def cache_folder(kind: str, *parts: Any) -> Path:
+    """Return (and create) the user's cache folder for things of one kind made from `parts`."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    folder = Path(root) / "tileops" / "smollm2" / f"{kind}-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def digest_files(folder: Path, *suffixes: str) -> str:
+    """Return a digest of the files of a folder that end in one of the suffixes."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.iterdir() if path.suffix in suffixes):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()

@@ -17,7 +17,6 @@ def infer_paged_kv_cache_write(call: Any) -> None:
     dims = check_tensors(OP, call)
     check_extent(OP.name, "k", "D", dims["D"])
     check_extent(OP.name, "k_pages", "PS", dims["PS"])
-    check_extent(OP.name, "k", "H_kv", dims["H_kv"])
     if call.k_pages.dtype not in (call.k.dtype, E4M3):
         raise refuse(
             OP.name,

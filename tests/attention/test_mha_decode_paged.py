@@ -133,7 +133,9 @@ def test_a_used_page_outside_the_pool_raises(page):
 
 def test_memory_stays_safe_whatever_the_lengths_hold():
     q, k, v, lens, table = inputs()
-    with pytest.raises(IndexError, match="needs page-table column 27, but the table has 3 columns"):
+    with pytest.raises(
+        IndexError, match="needs page-table column 27, but the table has 3 columns"
+    ):
         MHADecodePagedWithKVCacheFwdOp(4)(q, k, v, lens + 100, table)
     o = MHADecodePagedWithKVCacheFwdOp(4)(q, k, v, lens - 100, table)
     assert (o == 0).all()

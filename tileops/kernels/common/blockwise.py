@@ -5,9 +5,9 @@ serve long sequences, so nothing here is as large as S x S and nothing in Python
 contents of a tensor or branches on a size. Three nested `while_loop_op` with data-dependent bounds
 do it: frames of packed rows, tiles of one request's rows inside a frame, blocks of visible keys.
 
-The frames exist because a traced loop cannot write in place: every store into a carried tensor
-copies it. A tile stores into its frame, and only a full frame into the whole result, so that many
-small requests do not each copy everything.
+The frames exist because a traced loop cannot write in place: there, every store into a carried
+tensor copies it. A tile stores into its frame, and only a full frame into the whole result, so
+that many small requests do not each copy everything.
 
 Loop bodies must not close over tensors or symbolic sizes: callbacks receive a dict of tensors.
 """
@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop_op
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 Inputs = dict[str, Tensor]
 """The tensors a callback may read, by name. Names with a leading underscore are the engine's."""
@@ -185,6 +186,7 @@ def attend(
     out_dtype: torch.dtype | None = None,
     block_q: int | None = None,
     block_k: int = 256,
+    sizes: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed queries: o [T_q, H, D_v] and natural-log lse [H, T_q] of the keys.
 
@@ -193,9 +195,7 @@ def attend(
         q_offsets: [B + 1] ascending row numbers; rows outside every request give 0 and -inf,
             as do rows that see no key.
         kv_len: [B] (a longer tensor serves too, its tail is not read).
-        inputs: what the callbacks read, e.g. k, v, kv_offsets or table, cos, sin, scales. Each
-            size that may be a symbol has to be, by itself, an extent of one of q, q_offsets,
-            kv_len and these: q4.reshape(B * S, ...) needs q4 here as well, read or not.
+        inputs: what the callbacks read, e.g. k, v, kv_offsets or table, cos, sin, scales.
         load: fetches a block of keys and values, see `packed_rows` and `paged_rows`.
         bounds: which keys a row sees; blocks that no row of a tile sees are not visited.
         scale, softcap: of the logits; softcap 0 is none.
@@ -206,6 +206,8 @@ def attend(
         out_dtype: of o, q's when None. lse is float32 (float64 for a float64 q).
         block_q: rows of a tile; None adapts to the mean request, at a third more compile time.
         block_k: upper limit for the keys of a block.
+        sizes: tensors, read or not, whose extents include every symbolic size by itself. Only
+            needed where q and inputs have none but products: q4 for q4.reshape(B * S, H, D).
     """
     heads, dim, heads_kv, value_dim = (int(n) for n in (*q.shape[1:], heads_kv, value_dim))
     group = heads // heads_kv
@@ -216,9 +218,11 @@ def attend(
     held = {
         **inputs,
         "_q": q,
-        "_q_offsets": q_offsets.to(torch.int64),
-        "_kv_len": kv_len.to(torch.int64),
+        "_q_offsets": q_offsets.to(torch.int64, copy=True),
+        "_kv_len": kv_len.to(torch.int64, copy=True),
         "_keys": torch.arange(block, device=q.device),
+        # Without elements: a compiled loop learns its sizes from the extents of its inputs.
+        **{f"_size{i}": x.new_empty(*x.shape, 0) for i, x in enumerate(sizes)},
     }
     if sinks is not None:
         held["_sinks"] = sinks.to(dtype)
@@ -228,8 +232,16 @@ def attend(
         return at < end
 
     def visit(
-        at: Tensor, top: Tensor, total: Tensor, acc: Tensor, end: Tensor, b: Tensor, lo: Tensor,
-        hi: Tensor, queries: Tensor, *tensors: Tensor,
+        at: Tensor,
+        top: Tensor,
+        total: Tensor,
+        acc: Tensor,
+        end: Tensor,
+        b: Tensor,
+        lo: Tensor,
+        hi: Tensor,
+        queries: Tensor,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         x = dict(zip(names, tensors, strict=True))
         keys = at + x["_keys"]
@@ -257,11 +269,14 @@ def attend(
         if query is not None:
             position = torch.where(live[:1], local + (kv_len - q_len), 0)
             part = query(x, b, position, part)
-        queries = by_group(part * scale, heads_kv)
+        # Scaled last: torch frees twice what enters a loop as a view of its whole buffer.
+        queries = by_group(part, heads_kv) * scale
         acc = queries.new_zeros(heads_kv, queries.shape[1], value_dim)
         total = queries.new_zeros(heads_kv, queries.shape[1], 1)
         _, top, total, acc = while_loop_op(
-            more, visit, (begin, torch.full_like(total, -INF), total, acc),
+            more,
+            visit,
+            (begin, torch.full_like(total, -INF), total, acc),
             (end, b, lo, hi, queries, *x.values()),
         )
         lse = top + torch.log(total)
@@ -280,7 +295,11 @@ def attend(
 
     with torch.autocast(q.device.type, enabled=False):
         o, lse = walk(
-            step, held, q_offsets, q.shape[0], tile,
+            step,
+            held,
+            q_offsets,
+            q.shape[0],
+            tile,
             [((heads, value_dim), out_dtype or q.dtype, 0.0), ((heads,), dtype, -INF)],
         )
     return o, lse.t().contiguous()
@@ -304,7 +323,7 @@ def key_block(
     heads: int, heads_kv: int, dim: int, tile: int, limit: int, reach: int | None
 ) -> int:
     """Keys of a block: 4 MiB of float32 keys, 8 MiB of logits, little more than a window."""
-    fits = max(64, min(limit, 2**20 // (heads_kv * dim), 2**21 // (heads * tile)))
+    fits = min(limit, max(64, min(2**20 // (heads_kv * dim), 2**21 // (heads * tile))))
     return fits if reach is None else min(fits, (tile + reach + 15) // 16 * 16)
 
 
@@ -322,6 +341,12 @@ def by_group(rows: Tensor, heads_kv: int) -> Tensor:
     n, heads, dim = rows.shape
     grouped = rows.reshape(n, heads_kv, heads // heads_kv, dim).permute(1, 0, 2, 3)
     return grouped.reshape(heads_kv, n * (heads // heads_kv), dim)
+
+
+def repeat_columns(columns: Tensor, group: int) -> Tensor:
+    """[K, n] -> [K, n * g], a column for each query head of the group, in `by_group` order."""
+    width, n = columns.shape
+    return columns[:, :, None].expand(width, n, group).reshape(width, n * group)
 
 
 def by_row(grouped: Tensor, group: int) -> Tensor:
@@ -356,11 +381,11 @@ def walk(
         rows: total packed rows; those of no request keep the fill value.
         outputs: (tail shape, dtype, fill value) each.
     """
+    inputs = separate(inputs)
     names, count = tuple(inputs), len(outputs)
     fills = [fill for _, _, fill in outputs]
     device = offsets.device
     frame = FRAME_ROWS
-    # A copy, because a loop refuses an input that aliases another, such as one of `inputs`.
     offsets = offsets.to(torch.int64, copy=True)
 
     def in_frame(b: Tensor, cursor: Tensor, *rest: Tensor) -> Tensor:
@@ -380,11 +405,14 @@ def walk(
         found = step(dict(zip(names, tensors, strict=True)), request, at, local, live)
         # Dead lanes land in one spare row past the frame.
         slot = torch.where(live, at - (edge - frame), frame)
-        parts = [p.index_copy(0, slot, f.to(p.dtype)) for p, f in zip(parts, found, strict=True)]
+        stored = [
+            store(part, 0, slot, block.to(part.dtype))
+            for part, block in zip(parts, found, strict=True)
+        ]
         following = begin + lanes.shape[0]
         done = tail <= torch.minimum(following, edge)
         cursor = torch.where(done, torch.maximum(cursor, tail), following)
-        return torch.where(done, request + 1, request).reshape(()), cursor.reshape(()), *parts
+        return torch.where(done, request + 1, request).reshape(()), cursor.reshape(()), *stored
 
     def remaining(row: Tensor, b: Tensor, *rest: Tensor) -> Tensor:
         return (row < rest[0].shape[0] - frame) & (b < rest[count].shape[0] - 1)
@@ -397,20 +425,37 @@ def walk(
         ]
         b, _, *parts = while_loop_op(in_frame, fill_tile, (b, row, *parts), (row + frame, *shared))
         slot = row + shared[2]
-        outs = [
-            out.index_copy(0, slot, part[:-1]) for out, part in zip(outs, parts, strict=True)
-        ]
-        return row + frame, b, *outs
+        stored = [store(out, 0, slot, part[:-1]) for out, part in zip(outs, parts, strict=True)]
+        return row + frame, b, *stored
 
     # One frame of slack, so that the last frame is stored like the others.
     outs = [
         torch.full((rows + frame, *tail), fill, dtype=dtype, device=device)
         for tail, dtype, fill in outputs
     ]
+    eager = type(outs[0]) is Tensor
+    store = Tensor.index_copy_ if eager else Tensor.index_copy
     zero = torch.zeros((), dtype=torch.int64, device=device)
     lanes, slots = torch.arange(tile, device=device), torch.arange(frame, device=device)
     _, _, *outs = while_loop_op(
-        remaining, fill_frame, (zero, torch.zeros_like(zero), *outs),
+        remaining,
+        fill_frame,
+        (zero, torch.zeros_like(zero), *outs),
         (offsets, lanes, slots, *inputs.values()),
     )
     return tuple(out[:rows] for out in outs)
+
+
+def separate(inputs: Inputs) -> Inputs:
+    """While tracing, copies of inputs that share memory (k and v cut from one projection).
+
+    A traced loop refuses arguments that alias each other.
+    """
+    apart: Inputs = {}
+    for name, x in inputs.items():
+        shared = isinstance(x, FunctionalTensor) and any(
+            x.untyped_storage()._cdata == other.untyped_storage()._cdata
+            for other in apart.values()
+        )
+        apart[name] = x.clone(memory_format=torch.contiguous_format) if shared else x
+    return apart

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tileops.kernels.common.cpu_attention import (
+    BLOCK_ELEMENTS,
     CAUSAL_ROWS,
     KEY_BLOCK,
     LOG2E,
@@ -70,7 +71,8 @@ def attend_backward(
     low = torch.bfloat16 if q.dtype == torch.bfloat16 and s_q >= CAUSAL_ROWS else work
     bounds = Bounds.of(s_q, s_kv, is_causal, left, right)
     capping = Capping.of(scale, softcap)
-    together = max(1, TILE_ROWS // (rows * group))
+    held = s_kv * max(k.shape[2], v.shape[2])
+    together = max(1, min(TILE_ROWS // (rows * group), BLOCK_ELEMENTS // held))
     for h in range(0, heads_kv, together):
         part = slice(h, min(h + together, heads_kv))
         count = part.stop - h

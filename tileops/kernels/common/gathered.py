@@ -4,13 +4,21 @@ The counterpart of `blockwise.attend` for selected blocks and indexed cache rows
 hold here too: traceable, no branch on contents or sizes, loop bodies that close over nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop_op
 
-from tileops.kernels.common.blockwise import FAR, INF, Inputs, dense_offsets, take, walk
+from tileops.kernels.common.blockwise import (
+    FAR,
+    INF,
+    Inputs,
+    dense_offsets,
+    take,
+    tile_rows,
+    walk,
+)
 
 Prepare = Callable[[Inputs, Tensor, Tensor], tuple[Inputs, Tensor]]
 """(inputs, rows [n], live [n]) -> tensors of the tile, and the 0-dim number of its lanes."""
@@ -32,6 +40,7 @@ def attend_gathered(
     *,
     scale: float,
     value_dim: int,
+    sizes: Sequence[Tensor] = (),
 ) -> Tensor:
     """o [R, H, D_v] in q's dtype; a row that sees no key gives zeros.
 
@@ -39,7 +48,8 @@ def attend_gathered(
         q: [R, H, D].
         k, v: pools [N, H_kv, D] and [N, H_kv, D_v]; without v the first D_v columns of k are
             the values. Only seen rows matter, whatever the others hold.
-        inputs: what `prepare` reads, and whatever carries a size as `blockwise.attend` asks.
+        inputs: what `prepare` reads; tensors of the tile that it makes must be no views.
+        sizes: as for `blockwise.attend`.
         prepare: called once per tile of rows.
         pick: called per block of lanes. A seen row outside the pool raises.
         scale: of the logits.
@@ -47,13 +57,14 @@ def attend_gathered(
     heads, dim, heads_kv = (int(n) for n in (*q.shape[1:], k.shape[1]))
     group = heads // heads_kv
     lanes = max(16, min(BLOCK // TILE // (heads_kv * max(dim, value_dim)), 1024))
-    tile = rows_of_tile(q.shape[0], TILE)
+    tile = tile_rows(q.shape[0], 1, TILE)
     held = {
         **inputs,
         "_q": q,
         "_k": k.reshape(-1, dim),
         "_lanes": torch.arange(lanes, device=q.device),
-        "_heads": torch.arange(heads_kv, device=q.device)[:, None],
+        "_heads": torch.arange(heads_kv, device=q.device).reshape(-1, 1),
+        **{f"_size{i}": x.new_empty(*x.shape, 0) for i, x in enumerate(sizes)},
     }
     if v is not None:
         held["_v"] = v.reshape(-1, value_dim)
@@ -99,8 +110,8 @@ def attend_gathered(
         own, end = prepare(x, rows, live)
         own |= {name: x[name] for name in shared}
         names[:] = own
-        queries = take(x["_q"], rows).to(torch.float32) * scale
-        queries = queries.reshape(-1, group, dim)
+        # Scaled last: torch frees twice what enters a loop as a view of its whole buffer.
+        queries = take(x["_q"], rows).to(torch.float32).reshape(-1, group, dim) * scale
         acc = queries.new_zeros(queries.shape[0], group, value_dim)
         total = queries.new_zeros(queries.shape[0], group, 1)
         _, top, total, acc = while_loop_op(
@@ -122,8 +133,3 @@ def last_slot(used: Tensor, slots: Tensor) -> Tensor:
     """One past the last used slot of any row, 0-dim; used [n, H_kv, SEL], slots [SEL]."""
     past = torch.where(used, slots + 1, 0).reshape(-1)
     return torch.cat([past.new_zeros(1), past]).amax()
-
-
-def rows_of_tile(rows: int, most: int) -> int:
-    """Rows of a tile: `most`, or the rows there are where tracing does not leave them open."""
-    return max(1, min(rows, most)) if isinstance(rows, int) else most

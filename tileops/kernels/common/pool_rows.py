@@ -6,8 +6,9 @@ unspecified contents in their own row only.
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-WIDE = torch.int64
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # widest first: fewer copies
 
 
 def scatter_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
@@ -17,20 +18,17 @@ def scatter_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
     NaN payloads once compiled. So a skipped row repeats the first written one (same slot, same
     content), and with none to write row 0 is rewritten with itself. Nothing is pool-sized.
     """
+    if statically_known_true(pool.shape[0] == 0):
+        return
     device = rows.device
     none = torch.zeros(1, dtype=torch.int64, device=device)
     written = (slots >= 0) & (slots < pool.shape[0])
-    valid = torch.cat([written, none > 0])
-    slot = torch.cat([slots, none])
+    kept = torch.cat([written, none > 0])
     first = torch.cat([written, none == 0]).to(torch.int8).argmax(0, keepdim=True)
-    # An empty pool takes no rows at all: minima of symbols, since a branch would be baked in.
-    lanes = rows.shape[0] + 1
-    lane = torch.arange(torch.sym_min(lanes, lanes * pool.shape[0]), device=device)
-    kept = valid.index_select(0, lane)
-    source = torch.where(kept, lane, first)
-    target = torch.where(kept, slot.index_select(0, lane), slot.index_select(0, first))
-    itself = pool.index_select(0, torch.arange(torch.sym_min(pool.shape[0], 1), device=device))
-    pool.index_put_((target,), torch.cat([rows, itself]).index_select(0, source))
+    slot = torch.cat([slots, none])
+    target = torch.where(kept, slot, slot.index_select(0, first))
+    source = torch.where(kept, torch.arange(rows.shape[0] + 1, device=device), first)
+    pool.index_put_((target,), torch.cat([rows, pool[:1]]).index_select(0, source))
 
 
 def copy_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
@@ -42,13 +40,10 @@ def copy_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
     if not rows.numel():
         return
     target, source = pool.flatten(1), rows.flatten(1).contiguous()
-    if all(_splits_into_words(x) for x in (target, source)):
-        target, source = target.view(WIDE), source.view(WIDE)
-    target.index_copy_(0, slots, source)
+    word = next(w for w in WORDS if _splits_into(target, w) and _splits_into(source, w))
+    target.view(word).index_copy_(0, slots, source.view(word))
 
 
-def _splits_into_words(x: Tensor) -> bool:
+def _splits_into(x: Tensor, word: torch.dtype) -> bool:
     size = x.element_size()
-    return (x.shape[1] * size) % WIDE.itemsize == 0 and (
-        x.storage_offset() * size
-    ) % WIDE.itemsize == 0
+    return x.shape[1] * size % word.itemsize == 0 == x.storage_offset() * size % word.itemsize

@@ -38,20 +38,13 @@ def rotate_back(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "neox") -> Te
 def rope_rows(table: Tensor, positions: Tensor) -> Tensor:
     """Rows [n, R/2] of a table [P, R/2]; a negative position reads row 0.
 
-    Only a query that sees no key can be at a negative position, so its value does not matter.
-    """
-    return table.index_select(0, positions.clamp(min=0))
-
-
-def spare_row(table: Tensor) -> Tensor:
-    """The table [P, R/2], or one row of zeros if it is empty: a call without keys needs no table.
-
-    The engine traces, and for an idle tile runs, a lookup of row 0.
+    Only a query that sees no key is at a negative position or needs no table at all, so what it
+    reads does not matter.
     """
     size = table.shape[0]
     if isinstance(size, int) and size == 0:
-        return table.new_zeros(1, table.shape[1])
-    return table
+        return table.new_zeros(positions.shape[0], table.shape[1])
+    return table.index_select(0, positions.clamp(min=0))
 
 
 def rope_angles(positions: Tensor, rotary_dim: int, base: float) -> tuple[Tensor, Tensor]:

@@ -38,10 +38,6 @@ def dsa_decode_fwd(out: Tensor, call: Any) -> None:
         "slots": torch.arange(indices.shape[3], device=q.device),
         "first": request * length,
         "limit": limit,
-        # The sizes that the flat tensors have as products only.
-        "requests": torch.arange(q.shape[0], device=q.device),
-        "queries": torch.arange(q.shape[1], device=q.device),
-        "keys": torch.arange(length, device=q.device),
     }
     o = attend_gathered(
         q.flatten(0, 1),
@@ -52,5 +48,6 @@ def dsa_decode_fwd(out: Tensor, call: Any) -> None:
         pick,
         scale=width**-0.5 if call.sm_scale is None else call.sm_scale,
         value_dim=width - call.dim_tail,
+        sizes=(q, kv),
     )
     out.copy_(o.reshape(out.shape))

@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop_op
 
-from ops_registry.contract import E4M3
 from tileops.kernels.common.blockwise import (
     INF,
     Inputs,
     by_group,
     dense_offsets,
     take,
+    tile_rows,
     visible_range,
     walk,
 )
-from tileops.kernels.common.gathered import rows_of_tile
+from tileops.kernels.common.fp8 import E4M3, E4M3_MAX, load_e4m3, store_e4m3
 
-E4M3_MAX = 448.0
 BLOCK = 1024  # keys
 HEAD_ROWS = 256  # rows of a tile, times heads
 
@@ -31,7 +30,7 @@ def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
     q, k = call.index_q, call.index_k
     batch, length, heads = q.shape[:3]
     keys, groups = k.shape[1], k.shape[2]
-    tile = rows_of_tile(length, max(4, HEAD_ROWS // heads))
+    tile = tile_rows(batch * length, batch, max(4, HEAD_ROWS // heads))
     inputs = {
         "q": q.flatten(0, 1),
         "k": k.flatten(0, 1),
@@ -42,7 +41,8 @@ def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
         "length": torch.zeros(1, dtype=torch.int64, device=q.device) + keys,
         "lanes": torch.arange(BLOCK, device=q.device),
         "columns": torch.arange(keys, device=q.device),
-        "queries": torch.arange(length, device=q.device),
+        # Without elements: a compiled loop learns its sizes from the extents of its inputs.
+        "sizes": q.new_empty(*q.shape, 0),
     }
     if call.index_k_scale is not None:
         inputs["scale"] = call.index_k_scale.flatten(0, 1)
@@ -67,27 +67,29 @@ def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
         # A lane past the end repeats the last key; its logit lands outside every window.
         rows = take(x["first"], b) + torch.minimum(column, end - 1)
         key, scale = load_keys(x, rows)
-        dots = torch.bmm(queries, key.permute(1, 2, 0))
-        dots = dots.reshape(groups, heads // groups, -1, column.shape[0])
-        total = (torch.relu(dots) * weights).sum(1)
+        dots = torch.bmm(by_group(load_e4m3(queries), groups), key.permute(1, 2, 0))
+        weights = by_group(weights[:, :, None], groups)
+        dots = (torch.relu(dots) * weights).reshape(groups, -1, heads // groups, BLOCK)
+        total = dots.sum(2)
         if scale is not None:
             total = total * scale.t()[:, None, :]
         seen = (column >= lo[:, None]) & (column < hi[:, None])
         total = torch.where(seen, total, -INF).permute(1, 2, 0)
-        return at + column.shape[0], logits.index_copy(1, column, total)
+        # Eagerly in place; a traced loop may not write into what it carries.
+        store = Tensor.index_copy_ if type(logits) is Tensor else Tensor.index_copy
+        return at + BLOCK, store(logits, 1, column, total)
 
     def step(x: Inputs, b: Tensor, rows: Tensor, local: Tensor, live: Tensor):
         lo, hi = take(x["ks"], local), take(x["ke"], local)
         lo, hi, begin, end = visible_range(lo, hi, x["length"], live)
+        # Still codes: torch frees twice what enters a loop as a view of its whole buffer.
         queries = take(x["q"], rows)
         if queries.dtype != E4M3:
-            queries = to_e4m3(queries.to(torch.float32))
-        queries = by_group(queries.to(torch.float32), groups)
-        weights = take(x["weights"], local).t()
-        weights = weights.reshape(groups, heads // groups, -1, 1)
+            queries = store_e4m3(queries)
+        weights = take(x["weights"], local)
         # As many spare columns as a block, for the lanes past the last key.
         spare = x["columns"].shape[0] + BLOCK
-        logits = queries.new_full((rows.shape[0], spare, groups), -INF)
+        logits = weights.new_full((rows.shape[0], spare, groups), -INF)
         _, logits = while_loop_op(
             more, visit, (begin, logits), (end, b, lo, hi, queries, weights, *x.values())
         )
@@ -111,9 +113,4 @@ def load_keys(x: Inputs, rows: Tensor) -> tuple[Tensor, Tensor | None]:
     if x["k"].dtype == E4M3:
         return key, take(x["scale"], rows) if "scale" in x else None
     scale = key.abs().amax(-1).clamp(min=1e-4) / E4M3_MAX
-    return to_e4m3(key * scale.reciprocal()[..., None]).to(torch.float32), scale
-
-
-def to_e4m3(x: Tensor) -> Tensor:
-    """Saturating cast of float32; NaN stays NaN."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    return load_e4m3(store_e4m3(key * scale.reciprocal()[..., None])), scale

@@ -7,8 +7,6 @@ import torch
 from tileops.kernels.common.blockwise import Window, attend, paged_rows
 from tileops.kernels.common.gqa_hooks import hooks_of, score_scale, softcap_of
 
-STACKED_ROWS = 32  # rows of a tile times their group: decode wastes what prefill gains
-
 
 def gqa_paged_fwd(out: torch.Tensor, call: Any) -> None:
     """q [T_q, H, D]; pools [NP, PS, H_kv, D]; out [T_q, H, D]."""
@@ -30,6 +28,5 @@ def gqa_paged_fwd(out: torch.Tensor, call: Any) -> None:
         query=hooks.query,
         finish=hooks.finish,
         out_dtype=out.dtype,
-        block_q=max(1, STACKED_ROWS // (call.q.shape[1] // heads_kv)),
     )
     out.copy_(o)

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from tileops.kernels.common.blockwise import Window, attend, packed_lengths, packed_rows
+from tileops.kernels.common.blockwise_backward import Rope, attend_backward
 from tileops.kernels.common.gqa_hooks import hooks_of, score_scale, softcap_of
 
 
@@ -30,3 +31,27 @@ def gqa_varlen_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
     )
     o.copy_(rows)
     lse.copy_(natural)
+
+
+def gqa_varlen_bwd(out: tuple[Tensor, Tensor, Tensor, Tensor], call: Any) -> None:
+    """Fill dq [T_q, H, D], dk and dv [T_kv, H_kv, D], dsinks [H] or empty."""
+    rope = None
+    if call.pos_encoding_mode == "rope":
+        rope = Rope(call.rope_cos, call.rope_sin, call.rope_layout)
+    gradients = attend_backward(
+        call.q,
+        call.k,
+        call.v,
+        call.o,
+        call.do,
+        call.lse,
+        call.cu_seqlens_q,
+        call.cu_seqlens_kv,
+        Window(call.is_causal, call.window_size_left, call.window_size_right),
+        scale=score_scale(call),
+        softcap=softcap_of(call),
+        sinks=call.sinks,
+        rope=rope,
+    )
+    for gradient, rows in zip(out, gradients, strict=True):
+        gradient.copy_(rows)

@@ -20,17 +20,11 @@ def mla_decode_fwd(out: torch.Tensor, call: Any) -> None:
     batch, rows, heads_kv, dim = call.k.shape
     query = torch.cat([call.q, call.q_pe], -1)
     offsets = dense_offsets(batch, rows, call.q.device)
-    inputs = {
-        "k": call.k.flatten(0, 1),
-        "k_pe": call.k_pe.flatten(0, 1),
-        "kv_offsets": offsets,
-        "rows": torch.arange(rows, device=call.q.device),  # lends its extent to the loops
-    }
     o, _ = attend(
         query,
         dense_offsets(batch, 1, call.q.device),
         torch.full_like(offsets, rows),
-        inputs,
+        {"k": call.k.flatten(0, 1), "k_pe": call.k_pe.flatten(0, 1), "kv_offsets": offsets},
         latent_rows,
         Window(is_causal=False),
         scale=query.shape[-1] ** -0.5,
@@ -38,6 +32,7 @@ def mla_decode_fwd(out: torch.Tensor, call: Any) -> None:
         value_dim=dim,
         block_q=1,
         block_k=1024,
+        sizes=(call.k,),
     )
     out.copy_(o)
 

@@ -18,6 +18,8 @@ from tileops.kernels.common.blockwise import (
     by_group,
     key_block,
     take,
+    tile_limit,
+    tile_rows,
     walk,
 )
 
@@ -29,8 +31,9 @@ def nsa_topk(out: Tensor, call: Any) -> None:
     q, k = call.q, call.k_cmp
     heads, dim, heads_kv = (int(n) for n in (*q.shape[1:], k.shape[1]))
     group, width, size = heads // heads_kv, call.selected_block_num, call.bs
-    tile = max(16, 128 // group)
-    block = key_block(heads, heads_kv, dim, tile, 256, None)
+    limit = tile_limit(group)
+    tile = tile_rows(q.shape[0], call.offsets.shape[0] - 1, limit)
+    block = key_block(heads, heads_kv, dim, limit, 256, None)
     inputs = {
         "q": q,
         "k": k,
@@ -41,15 +44,15 @@ def nsa_topk(out: Tensor, call: Any) -> None:
     def logits(
         at: Tensor, lanes: Tensor, queries: Tensor, closed: Tensor, start: Tensor, k: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Block numbers [L] and logits [H_kv, g, n, L], -inf where not closed."""
+        """Block numbers [L] and logits [H_kv, n, g, L], -inf where not closed."""
         chunk = at + lanes
         row = start + torch.minimum(chunk, closed.amax() - 1).clamp(min=0)
         # Compiled indexing counts negative rows from the end; here they have to raise.
         row = torch.where(row < 0, FAR, row)
         keys = take(k, row).to(torch.float32).permute(1, 2, 0)
         z = torch.bmm(queries.to(torch.float32), keys)
-        z = z.reshape(heads_kv, group, closed.shape[0], lanes.shape[0])
-        return chunk, torch.where(chunk < closed[:, None], z, -INF)
+        z = z.reshape(heads_kv, closed.shape[0], group, block)
+        return chunk, torch.where(chunk < closed[:, None, None], z, -INF)
 
     def unread(
         at: Tensor, top: Tensor, total: Tensor, queries: Tensor, closed: Tensor, *_: Tensor
@@ -70,7 +73,7 @@ def nsa_topk(out: Tensor, call: Any) -> None:
         new_top = torch.maximum(top, z.amax(-1, keepdim=True))
         anchor = torch.where(new_top == -INF, 0.0, new_top)
         total = total * torch.exp(top - anchor) + torch.exp(z - anchor).sum(-1, keepdim=True)
-        return at + lanes.shape[0], new_top, total
+        return at + block, new_top, total
 
     def unranked(at: Tensor, best: Tensor, count: Tensor, *_: Tensor):
         return at < count.amax()
@@ -91,20 +94,21 @@ def nsa_topk(out: Tensor, call: Any) -> None:
         forced = (chunk == 0) | (chunk == current - 1) | (chunk == current)
         # Forced blocks score g in the formula. Infinity keeps them first when rounding lifts
         # another block to g.
-        score = torch.where(forced, INF, torch.exp(z - lse).sum(1))
+        score = torch.where(forced, INF, torch.exp(z - lse).sum(2))
         key = score.view(torch.int32).to(torch.int64) * LOW + (LOW - 1 - chunk)
         key = torch.where(chunk <= current, key, -1)
         best = torch.cat([best, key], -1).topk(width, -1).values
-        return at + lanes.shape[0], best
+        return at + block, best
 
     def step(x: Inputs, b: Tensor, rows: Tensor, local: Tensor, live: Tensor):
         closed = torch.where(live, torch.div(local + 1, size, rounding_mode="floor"), 0)
         count = torch.where(live, torch.div(local, size, rounding_mode="floor") + 1, 0)
         start = take(x["chunk_start"], b)
-        # In q's dtype up to the loops: a compiler drops a rounding that it sees undone.
-        queries = (take(x["q"], rows).to(torch.float32) * call.scale).to(q.dtype)
-        queries = by_group(queries, heads_kv)
-        total = torch.zeros(heads_kv, group, rows.shape[0], 1, device=q.device)
+        # In q's dtype up to the loops: a compiler drops a rounding that it sees undone. Scaled
+        # last: torch frees twice what enters a loop as a view of its whole buffer.
+        queries = by_group(take(x["q"], rows).to(torch.float32), heads_kv)
+        queries = (queries * call.scale).to(q.dtype)
+        total = torch.zeros(heads_kv, rows.shape[0], group, 1, device=q.device)
         at = torch.zeros((), dtype=torch.int64, device=q.device)
         shared = (queries, closed, start, x["k"], x["lanes"])
         _, top, total = while_loop_op(

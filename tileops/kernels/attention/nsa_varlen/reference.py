@@ -35,8 +35,8 @@ def nsa_varlen_fwd(out: Tensor, call: Any) -> None:
         used = used & (blocks >= 0) & (blocks <= last_block[:, None, None])
         width = limit.amax().clamp(1, size)
         own = {
-            "first": first[:, None, None],
-            "limit": limit[:, None, None],
+            "first": first,
+            "limit": limit,
             "blocks": torch.where(used, blocks, -1),
             "width": width,
         }
@@ -46,7 +46,8 @@ def nsa_varlen_fwd(out: Tensor, call: Any) -> None:
         slot = torch.div(lanes, x["width"], rounding_mode="floor")
         block = take(x["blocks"], slot.clamp(max=x["blocks"].shape[2] - 1), dim=2)
         key = block * size + lanes % x["width"]
-        return x["first"] + key, (block >= 0) & (key < x["limit"])
+        first, limit = x["first"][:, None, None], x["limit"][:, None, None]
+        return first + key, (block >= 0) & (key < limit)
 
     offsets = call.offsets.to(torch.int64)
     inputs = {
