@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import fresh_cache
 
 from ops_registry import tracing
 from ops_registry.accuracy import EXACT, Tolerance
@@ -196,6 +198,14 @@ def fresh_dynamo() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@contextlib.contextmanager
+def lowered() -> Iterator[None]:
+    """Compile operators decomposed, as an AOTInductor package holds them, past every cache."""
+    with pytest.MonkeyPatch.context() as patch, fresh_cache(), fresh_dynamo():
+        patch.setattr(tracing, "packaging", lambda: True)
+        yield
+
+
 def check_compiled(case: Case) -> None:
     """Whole graphs, dynamic shapes: right at ten sizes with at most two compilations."""
     backend = CountingBackend()
@@ -309,35 +319,45 @@ def export(case: Case, size: int = 7) -> tuple[torch.export.ExportedProgram, Any
     return program, call
 
 
-def check_export(case: Case, tmp_path: Path) -> None:
-    """The operator stays whole; saved, it loads and runs at other sizes in a new process."""
-    program, _ = export(case)
-    targets = [n.target for n in program.graph.nodes if n.op == "call_function"]
-    assert case.contract.op in targets, targets
-    path = tmp_path / "program.pt2"
-    torch.export.save(program, path)
-    check_in_new_process(case, "tests.run_program", path, (7, 12, 3), tmp_path)
+def check_exports(cases: Sequence[Case], tmp_path: Path) -> None:
+    """The operator stays whole; saved, the programs run at other sizes in one new process."""
+    jobs = []
+    for index, case in enumerate(cases):
+        program, _ = export(case)
+        targets = [n.target for n in program.graph.nodes if n.op == "call_function"]
+        assert case.contract.op in targets, targets
+        path = tmp_path / f"program{index}.pt2"
+        torch.export.save(program, path)
+        jobs.append((case, path, (7, 12, 3)))
+    check_in_new_process("tests.run_program", jobs, tmp_path)
 
 
 def check_in_new_process(
-    case: Case,
     module: str,
-    path: Path,
-    sizes: tuple[int, ...],
+    jobs: Sequence[tuple[Case, Path, tuple[int, ...]]],
     tmp_path: Path,
     **env: str,
 ) -> None:
-    """`python -m module program inputs outputs` gives the oracle's answers at these sizes."""
-    calls = [case.call(size) for size in sizes]
+    """`python -m module inputs outputs` gives the oracle's answers for every file and size."""
+    calls = [[case.call(size) for size in sizes] for case, _, sizes in jobs]
     source, target = tmp_path / "inputs.pt", tmp_path / "outputs.pt"
-    torch.save([tensors_of(call) for call in calls], source)
-    command = [sys.executable, "-m", module, str(path), str(source), str(target)]
+    inputs = [
+        (str(path), [tensors_of(call) for call in own])
+        for (_, path, _), own in zip(jobs, calls, strict=True)
+    ]
+    torch.save(inputs, source)
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, check=False
+        [sys.executable, "-m", module, str(source), str(target)],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for call, (returned, inputs) in zip(calls, torch.load(target), strict=True):
-        check_against(case, returned + mutated_of(case, call, inputs), call)
+    for (case, _, _), own, results in zip(jobs, calls, torch.load(target), strict=True):
+        for call, (returned, after) in zip(own, results, strict=True):
+            check_against(case, returned + mutated_of(case, call, after), call)
 
 
 def mutated_of(case: Case, call: Any, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

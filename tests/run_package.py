@@ -1,6 +1,7 @@
-"""`python -m tests.run_package package inputs outputs`: run an AOTInductor package.
+"""`python -m tests.run_package inputs outputs`: run AOTInductor packages.
 
-The package must not need the library that made it: tileops is never imported.
+The inputs are [(path, [tensors of a call])], the outputs [[(results, inputs after)]]. A package
+must not need the library that made it: tileops is never imported.
 """
 
 import sys
@@ -8,19 +9,20 @@ import sys
 import torch
 
 
-def main(package: str, source: str, target: str) -> None:
-    model = torch._inductor.aoti_load_package(package)
+def as_tuple(returned):
+    if returned is None:
+        return ()
+    return (returned,) if torch.is_tensor(returned) else tuple(returned)
+
+
+def main(load, source, target):
     results = []
-    for inputs in torch.load(source):
-        returned = model(*inputs)
-        if returned is None:
-            returned = ()
-        elif torch.is_tensor(returned):
-            returned = (returned,)
-        results.append((tuple(returned), tuple(inputs)))
-    assert "tileops" not in sys.modules and not hasattr(torch.ops.tileops, "gqa_dense_fwd")
+    for path, calls in torch.load(source):
+        model = load(path)
+        results.append([(as_tuple(model(*inputs)), tuple(inputs)) for inputs in calls])
     torch.save(results, target)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(torch._inductor.aoti_load_package, *sys.argv[1:])
+    assert "tileops" not in sys.modules

@@ -45,9 +45,9 @@ def test_compiled(case):
     checks.check_compiled(case)
 
 
-@every_case
-def test_export(case, tmp_path):
-    checks.check_export(case, tmp_path)
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_export(name, tmp_path):
+    checks.check_exports([case for case in CASES if case.contract.name == name], tmp_path)
 
 
 @every_case

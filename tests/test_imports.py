@@ -65,6 +65,12 @@ def test_loads_no_kernel_language(first):
     assert python(code).splitlines()[-1] == "[]"
 
 
+def test_onnx_without_onnxscript_says_what_to_install():
+    done = attempt(WITHOUT.format(names=("onnxscript",)) + "import tileops.onnx")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == "ImportError: tileops.onnx needs onnxscript: pip install 'tileops[onnx]'"
+
+
 def test_import_compiles_and_touches_nothing():
     printed = python(
         """

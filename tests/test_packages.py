@@ -115,7 +115,7 @@ def test_every_operator_is_packaged():
 def test_in_python_without_tileops(packaged, tmp_path):
     case, package = packaged
     checks.check_in_new_process(
-        case, "tests.run_package", package, SIZES, tmp_path, AOTI_RUNTIME_CHECK_INPUTS="1"
+        "tests.run_package", [(case, package, SIZES)], tmp_path, AOTI_RUNTIME_CHECK_INPUTS="1"
     )
 
 

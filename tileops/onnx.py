@@ -17,10 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from onnxscript import ir, opset23
-
 from ops_registry.attention.gqa_dense import GQA_DENSE_FWD
 from ops_registry.contract import CONTRACTS
+
+try:
+    from onnxscript import ir, opset23
+except ImportError as error:
+    raise ImportError("tileops.onnx needs onnxscript: pip install 'tileops[onnx]'") from error
 
 OPSETS = (23, 24, 25)
 HALF = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tileops
-from ops_registry import tracing
 from ops_registry.attention.paged_kv_cache_write import PAGED_KV_CACHE_WRITE
 from ops_registry.contract import E4M3
 from tests import checks, oracle
@@ -26,14 +25,12 @@ def compiled(fn):
 
 
 @pytest.fixture(params=["eager", "compiled", "lowered"])
-def write(request, monkeypatch):
+def write(request):
     """The operator; whole in a compiled graph; decomposed as an AOTInductor package has it."""
     if request.param == "eager":
         yield lambda *args: WRITE(*args)
         return
-    if request.param == "lowered":
-        monkeypatch.setattr(tracing, "packaging", lambda: True)
-    with checks.fresh_dynamo(), torch._inductor.config.patch(force_disable_caches=True):
+    with checks.lowered() if request.param == "lowered" else checks.fresh_dynamo():
         yield compiled(lambda *args: WRITE(*args))
 
 
@@ -382,10 +379,9 @@ def test_functional_twin(case, size):
     torch.library.opcheck(PAGED_KV_CACHE_WRITE.functional, tuple(used), test_utils=utils + schema)
 
 
-def test_functional_twin_lowered(monkeypatch):
-    monkeypatch.setattr(tracing, "packaging", lambda: True)
+def test_functional_twin_lowered():
     twin = PAGED_KV_CACHE_WRITE.functional
-    with checks.fresh_dynamo(), torch._inductor.config.patch(force_disable_caches=True):
+    with checks.lowered():
         step = compiled(lambda *args: twin(*args))
         for size in (6, 9):
             call = CASES[0].call(size)
@@ -432,11 +428,9 @@ def check_cache(run):
     assert largest_allocation(lambda: inputs[0][0].clone()) >= pool  # the profiler sees copies
 
 
-@pytest.mark.parametrize("lowered", [False, True])
-def test_compiled_pool_views_are_written_in_place(monkeypatch, lowered):
-    if lowered:
-        monkeypatch.setattr(tracing, "packaging", lambda: True)
-    with checks.fresh_dynamo(), torch._inductor.config.patch(force_disable_caches=True):
+@pytest.mark.parametrize("context", [checks.fresh_dynamo, checks.lowered])
+def test_compiled_pool_views_are_written_in_place(context):
+    with context():
         check_cache(torch.compile(Cache(), fullgraph=True, dynamic=True))
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 import tileops  # noqa: F401  registers the operators
-
 from ops_registry.accuracy import Tolerance
 from ops_registry.contract import OpContract
 

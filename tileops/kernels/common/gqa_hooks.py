@@ -75,5 +75,3 @@ def score_scale(call: Any) -> float:
 def softcap_of(call: Any) -> float:
     """The cap, 0.0 for none."""
     return call.softcap or 0.0
-
-

@@ -49,8 +49,13 @@ def gqa_dense_bwd(out: tuple[Tensor, Tensor, Tensor], call: Any) -> None:
     rope = None
     if call.pos_encoding_mode == "rope":
         rope = Rope(call.rope_cos, call.rope_sin, call.rope_layout)
+    q, k, v, o, do = (x.flatten(0, 1) for x in (call.q, call.k, call.v, call.o, call.do))
     *gradients, _ = attend_backward(
-        *(x.flatten(0, 1) for x in (call.q, call.k, call.v, call.o, call.do)),
+        q,
+        k,
+        v,
+        o,
+        do,
         call.lse.transpose(0, 1).flatten(1),
         dense_offsets(batch, s_q, device),
         dense_offsets(batch, s_kv, device),

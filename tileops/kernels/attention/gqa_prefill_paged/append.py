@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from tileops.kernels.common.rope import rotate
 
+
 def destinations(call: Any) -> tuple[Tensor, Tensor]:
     """Position in its request [T_q] and pool row [T_q] of each packed token, int64.
 
