@@ -227,6 +227,8 @@ def register(
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if tracing.foreign(types):
             return NotImplemented
+        if contract.mutated:
+            tracing.keep_storage_offsets()
         call = Call(*args, **kwargs)
         packaged = tracing.packaging()
         with mode:

@@ -1,10 +1,19 @@
 """Which compiler is tracing: the one place that touches torch's private names for it."""
 
+import sys
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
-__all__ = ["FunctionalTensorMode", "exporting", "foreign", "packaging"]
+__all__ = [
+    "FunctionalTensorMode",
+    "exporting",
+    "foreign",
+    "keep_storage_offsets",
+    "packaging",
+    "view_base",
+]
 
 
 def exporting() -> bool:
@@ -30,3 +39,29 @@ def foreign(types: tuple[type, ...]) -> bool:
     """True if a tensor subclass (DTensor, ...) takes part that has its own rules."""
     known = (torch.Tensor, FunctionalTensor, torch.nn.Parameter)
     return any(t not in known and not issubclass(t, FakeTensor) for t in types)
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that `tensor` is a view of, or itself."""
+    inference = torch.is_inference_mode_enabled()
+    base = getattr(tensor, "_inference_mode_base" if inference else "_base", None)
+    return tensor if base is None else base
+
+
+def keep_storage_offsets() -> None:
+    """Give Inductor the lowering of `aten.sym_storage_offset` where it has none.
+
+    Without it (pytorch#198068) a compiled program that passes a view of a dynamic extent, such
+    as kv[1], to an operator that writes in place writes to kv[0]. The value is in the node's
+    metadata, as for sizes and strides.
+    """
+    inductor = sys.modules.get("torch._inductor.lowering")
+    op = torch.ops.aten.sym_storage_offset.default
+    if inductor is None or op in inductor.lowerings:
+        return
+
+    def sym_storage_offset(a):
+        value = inductor.V.graph.current_node.meta["val"]
+        return value.node.expr if isinstance(value, torch.SymInt) else int(value)
+
+    inductor.register_lowering(op)(sym_storage_offset)

@@ -572,4 +572,4 @@ def test_the_program_says_what_is_wrong(tmp_path):
     missing = [program, tmp_path / "p.pt2", tmp_path / "d.pt2", tmp_path, "4"]
     done = subprocess.run(missing, input="", capture_output=True, text=True)
     assert done.returncode == 1
-    assert "p.pt2" in done.stderr
+    assert done.stderr == f"There is no package at {tmp_path / 'p.pt2'}.\n"

@@ -48,7 +48,11 @@ def lower(program, path):
     return path
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=pytest.mark.xdist_group(str(case))) for case in CASES],
+    ids=str,
+)
 def packaged(request, tmp_path_factory):
     """A case and the path of its package."""
     case = request.param
@@ -127,6 +131,13 @@ def test_in_cpp(packaged, runner, tmp_path):
     results = run_in_cpp(runner, package, map(checks.tensors_of, calls), tmp_path)
     for call, (outputs, inputs) in zip(calls, results, strict=True):
         checks.check_against(case, outputs + checks.mutated_of(case, call, inputs), call)
+    if case.contract.mutated:  # unchecked, it would be written through the compiled strides
+        name = case.contract.mutated[0]
+        strided = calls[0]._replace(
+            **{name: checks.relayout(getattr(calls[0], name), "transposed")}
+        )
+        with pytest.raises(AssertionError, match="unmatched stride value"):
+            run_in_cpp(runner, package, [checks.tensors_of(strided)], tmp_path)
 
 
 def all_bits(dtype):

@@ -17,6 +17,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <algorithm>
@@ -230,6 +231,9 @@ Weights map_weights(const std::string& folder, int64_t layers) {
 }
 
 Geometry read_geometry(const std::string& package) {
+  if (!std::ifstream(package)) {
+    throw std::runtime_error("There is no package at " + package + ".");
+  }
   const auto metadata = Loader::load_metadata_from_package(package, "layer");
   const auto figure = [&](const char* name) {
     const auto found = metadata.find(name);
@@ -422,6 +426,9 @@ int main(int argc, char** argv) {
     const Job job = read_job(std::cin, model.geometry.context);
     std::cout << "ready" << std::endl;
     generate(model, job, std::stoll(argv[4]));
+  } catch (const c10::Error& error) {
+    std::cerr << error.what_without_backtrace() << '\n';
+    return 1;
   } catch (const std::exception& error) {
     std::cerr << error.what() << '\n';
     return 1;

@@ -6,10 +6,12 @@ from torch.utils.checkpoint import checkpoint
 
 import tileops
 from ops_registry.accuracy import BACKWARD, FORWARD
+from ops_registry.attention.gqa_dense import GQA_DENSE_BWD, GQA_DENSE_FWD
 from ops_registry.contract import E4M3
 from ops_registry.errors import GradientError
 from tests import checks, oracle
 from tileops.attention import GQABwdOp, GQADenseFwdOp
+from tileops.kernels.attention.gqa_dense import reference
 
 BF16, F16 = torch.bfloat16, torch.float16
 INF = float("inf")
@@ -265,6 +267,43 @@ def test_backward_of_key_slices_under_dynamic_compile():
         results.append(leaf.grad)
     torch.testing.assert_close(*results)
     assert (results[0][:, 32:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 2.0, "window_size_left": 2},
+        {"is_causal": False, "window_size_left": 1, "window_size_right": 0, "sm_scale": 0.7},
+        {"pos_encoding_mode": "rope", "rotary_dim": 4, "rope_layout": "interleaved"},
+    ],
+    ids=str,
+)
+def test_the_reference_passes_gradcheck(options):
+    """Forward joined to its backward, called directly in float64 (the op admits 16-bit only)."""
+    tables = {}
+    if "rotary_dim" in options:
+        cos, sin = oracle.rope_table(4, 6, 10000.0, torch.float64)
+        tables = {"rope_cos": cos, "rope_sin": sin}
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            o, lse = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
+            call = GQA_DENSE_FWD.Call(q, k, v, **tables, **options)
+            reference.gqa_dense_fwd((o, lse), call)
+            ctx.save_for_backward(q, k, v, o, lse)
+            return o
+
+        @staticmethod
+        def backward(ctx, do):
+            q, k, v, o, lse = ctx.saved_tensors
+            out = tuple(torch.empty_like(x) for x in (q, k, v))
+            call = GQA_DENSE_BWD.Call(q, k, v, o, do, lse, **tables, **options)
+            reference.gqa_dense_bwd(out, call)
+            return out
+
+    leaves = [x.requires_grad_() for x in inputs(1, 3, 5, 4, 2, 6, dtype=torch.float64)]
+    assert torch.autograd.gradcheck(Attention.apply, leaves)
 
 
 def test_checkpointing():

@@ -5,11 +5,13 @@ import torch
 
 import tileops
 from ops_registry.accuracy import BACKWARD, FORWARD
+from ops_registry.attention.gqa_varlen import GQA_VARLEN_BWD, GQA_VARLEN_FWD
 from ops_registry.contract import E4M3
 from ops_registry.errors import GradientError
 from tests import checks, oracle
 from tests.cases import offsets
 from tileops.attention import GQADenseFwdOp, GQAVarlenFwdOp
+from tileops.kernels.attention.gqa_varlen import reference
 
 BF16, F16 = torch.bfloat16, torch.float16
 INF, NAN = float("inf"), float("nan")
@@ -265,6 +267,47 @@ def test_padding_rows_get_no_gradient():
     grads = torch.autograd.grad(o, leaves, do)
     assert (o[15:] == 0).all()
     assert all((g[15:] == 0).all() and g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 2.0, "window_size_left": 2},
+        {"pos_encoding_mode": "rope", "rotary_dim": 4, "is_causal": False},
+    ],
+    ids=str,
+)
+def test_the_reference_passes_gradcheck(options):
+    """Forward joined to its backward, called directly in float64 (the op admits 16-bit only)."""
+    tables = {}
+    if "rotary_dim" in options:
+        cos, sin = oracle.rope_table(4, 6, 10000.0, torch.float64)
+        tables = {"rope_cos": cos, "rope_sin": sin}
+    *leaves, cu_q, cu_kv = inputs(
+        (2, 0, 1), (3, 2, 0 if not tables else 1), h=2, h_kv=1, d=4, dtype=torch.float64
+    )
+    leaves.append(torch.randn(2, dtype=torch.float64))
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, sinks):
+            o, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
+            call = GQA_VARLEN_FWD.Call(q, k, v, cu_q, cu_kv, sinks=sinks, **tables, **options)
+            reference.gqa_varlen_fwd((o, lse), call)
+            ctx.save_for_backward(q, k, v, sinks, o, lse)
+            return o
+
+        @staticmethod
+        def backward(ctx, do):
+            q, k, v, sinks, o, lse = ctx.saved_tensors
+            out = tuple(torch.empty_like(x) for x in (q, k, v, sinks))
+            call = GQA_VARLEN_BWD.Call(
+                q, k, v, cu_q, cu_kv, o, do, lse, sinks=sinks, **tables, **options
+            )
+            reference.gqa_varlen_bwd(out, call)
+            return out
+
+    assert torch.autograd.gradcheck(Attention.apply, [x.requires_grad_() for x in leaves])
 
 
 def test_compiled_training_step_equals_eager():

@@ -4,31 +4,60 @@ A slot is a flat row number; slots outside the pool are skipped. Repeated slots 
 unspecified contents in their own row only.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ops_registry.tracing import view_base
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # widest first: fewer copies
 
 
 def scatter_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """pool [N, *tail] <- rows [T, *tail] of its dtype at slots [T] int64; traceable.
+    """pool [..., *tail] <- rows [T, *tail] of its dtype at slots [T] int64; traceable.
 
     `index_put_` cannot skip, negative indices wrap, and `where` on 16-bit rows would destroy
     NaN payloads once compiled. So a skipped row repeats the first written one (same slot, same
-    content), and with none to write row 0 is rewritten with itself. Nothing is pool-sized.
+    content), and with none to write row 0 is rewritten with itself.
+
+    A compiler writes in place only into a whole graph input: the index goes into the tensor
+    that the pool is a view of, and reaches it without reshaping, or a pool-sized copy appears.
     """
-    if statically_known_true(pool.shape[0] == 0):
+    tail = rows.shape[1:]
+    whole, offset = _whole(pool, len(tail))
+    extents = whole.shape[: whole.dim() - len(tail)]
+    flat = pool.reshape(-1, *tail)
+    if statically_known_true(flat.shape[0] == 0):
         return
     device = rows.device
     none = torch.zeros(1, dtype=torch.int64, device=device)
-    written = (slots >= 0) & (slots < pool.shape[0])
+    written = (slots >= 0) & (slots < flat.shape[0])
     kept = torch.cat([written, none > 0])
     first = torch.cat([written, none == 0]).to(torch.int8).argmax(0, keepdim=True)
     slot = torch.cat([slots, none])
-    target = torch.where(kept, slot, slot.index_select(0, first))
     source = torch.where(kept, torch.arange(rows.shape[0] + 1, device=device), first)
-    pool.index_put_((target,), torch.cat([rows, pool[:1]]).index_select(0, source))
+    row = torch.where(kept, slot, slot.index_select(0, first)) + offset
+    index: list[Tensor] = []
+    for extent in reversed(extents[1:]):
+        index.insert(0, row % extent)
+        row = torch.div(row, extent, rounding_mode="floor")
+    whole.index_put_((row, *index), torch.cat([rows, flat[:1]]).index_select(0, source))
+
+
+def _whole(pool: Tensor, tail: int) -> tuple[Tensor, int]:
+    """The contiguous tensor of the same rows that holds the pool, and the pool's first row."""
+    base = view_base(pool)
+    row = math.prod(pool.shape[pool.dim() - tail :])
+    offset = pool.storage_offset() - base.storage_offset()
+    same = base.dim() > tail and all(
+        statically_known_true(a == b)
+        for a, b in zip(base.shape[base.dim() - tail :], pool.shape[-tail:], strict=True)
+    )
+    if same and base.is_contiguous() and statically_known_true(offset % row == 0):
+        return base, offset // row
+    return pool, 0
 
 
 def copy_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:

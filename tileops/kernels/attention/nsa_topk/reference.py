@@ -118,8 +118,8 @@ def nsa_topk(out: Tensor, call: Any) -> None:
         lse = top + torch.log(total)
         _, best = while_loop_op(unranked, rank, (at, best), (count, lse, *shared))
         ids = torch.where(best < 0, -1, LOW - 1 - best % LOW)
-        # Contiguous, because a cast would compare strides and guard on n.
-        return (ids.transpose(0, 1).contiguous(),)
+        # Cast before the transpose: a cast compares strides and would guard on n.
+        return (ids.to(torch.int32).transpose(0, 1),)
 
     with torch.autocast(q.device.type, enabled=False):
         (ids,) = walk(

@@ -13,4 +13,4 @@ def paged_kv_cache_write(out: None, call: Any) -> None:
         (call.v, call.v_pages, call.v_scale),
     ):
         new = rows if scale is None else store_e4m3(rows, scale)
-        scatter_rows(pool.flatten(0, 1), new, call.slot_mapping)
+        scatter_rows(pool, new, call.slot_mapping)
