@@ -67,11 +67,11 @@ def main(arguments: list[str] | None = None) -> None:
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise SystemExit(f"The example needs more packages: pip install {' '.join(missing)}")
-    from export_examples.smollm2.weights import ModelFileError
+    from export_examples.smollm2.errors import ExampleError
 
     try:
         run(options)
-    except (ModelFileError, ValueError) as error:
+    except (ExampleError, ValueError) as error:
         raise SystemExit(str(error)) from error
 
 

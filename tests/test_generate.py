@@ -20,6 +20,7 @@ for package in ("numpy", "gguf", "tokenizers", "tqdm"):
 from export_examples import generate as cli  # noqa: E402
 from export_examples.smollm2 import engine, native, weights  # noqa: E402
 from export_examples.smollm2.engine import PAGE_SIZE, Request  # noqa: E402
+from export_examples.smollm2.errors import ModelFileError  # noqa: E402
 from export_examples.smollm2.model import Llama  # noqa: E402
 from export_examples.smollm2.modes import MODES, EagerSteps, run_mode  # noqa: E402
 from export_examples.smollm2.pages import PageAllocator  # noqa: E402
@@ -136,7 +137,7 @@ def test_an_unfinished_character_is_held_back():
 
 def test_chat_template():
     assert tiny_tokenizer().chat("hi") == "<|im_start|>hi"
-    with pytest.raises(weights.ModelFileError, match="no chat template"):
+    with pytest.raises(ModelFileError, match="no chat template"):
         tiny_tokenizer(chat_template=None).chat("hi")
 
 
@@ -144,7 +145,7 @@ def test_chat_template():
     ("key", "value"), [("ggml.model", "llama"), ("ggml.pre", "some-other-split")]
 )
 def test_unknown_tokenizers_are_refused(key, value):
-    with pytest.raises(weights.ModelFileError, match=value):
+    with pytest.raises(ModelFileError, match=value):
         tiny_tokenizer(**{key: value})
 
 
@@ -190,14 +191,14 @@ def test_configuration_comes_from_the_metadata():
     ],
 )
 def test_other_networks_are_refused(changes, message):
-    with pytest.raises(weights.ModelFileError, match=message):
+    with pytest.raises(ModelFileError, match=message):
         weights.read_config(Path("m.gguf"), tiny_metadata(**changes))
 
 
 def test_a_missing_metadata_entry_is_named():
     metadata = tiny_metadata()
     del metadata["llama.rope.freq_base"]
-    with pytest.raises(weights.ModelFileError, match=r"llama\.rope\.freq_base"):
+    with pytest.raises(ModelFileError, match=r"llama\.rope\.freq_base"):
         weights.read_config(Path("m.gguf"), metadata)
 
 
@@ -361,6 +362,10 @@ def test_both_steps_agree_with_a_dense_forward():
 # C++ protocol and command line
 
 
+def test_the_command_line_offers_every_mode():
+    assert cli.MODES == MODES
+
+
 def test_requests_and_picks_as_lines():
     text = native.job_text([Request([5, 6], 3), Request([7], 2, forced=[8, 9])], [0, 2])
     assert text == "stop 2 0 2\nrequest 3 2 5 6 0\nrequest 2 1 7 2 8 9\n"
@@ -429,7 +434,7 @@ SLOW = pytest.mark.timeout(3600)
 def needs_model() -> Path:
     try:
         return weights.find_gguf()
-    except weights.ModelFileError:
+    except ModelFileError:
         pytest.skip(f"the model is not installed: {weights.INSTALL}")
 
 

@@ -21,7 +21,10 @@ class EagerSteps:
 
 
 class CompiledSteps:
-    """The steps through torch.compile, each one graph with symbolic extents."""
+    """The steps through torch.compile, each one graph with symbolic extents.
+
+    A batch of one request is an extent that torch.compile always fixes: a graph of its own.
+    """
 
     def __init__(self, model: Llama) -> None:
         eager = EagerSteps(model)

@@ -21,6 +21,7 @@ from export_examples.smollm2.engine import (
     check_requests,
     default_pages,
 )
+from export_examples.smollm2.errors import NativeError
 from export_examples.smollm2.model import Llama
 from export_examples.smollm2.packages import (
     build_packages,
@@ -30,10 +31,6 @@ from export_examples.smollm2.packages import (
 
 SOURCES = Path(__file__).parent.parent / "cpp"
 ALIGNMENT = 16  # in values: 64 bytes, what vector loads like
-
-
-class NativeError(RuntimeError):
-    """The program cannot be built, or it stopped with a message."""
 
 
 def build_program() -> Path:

