@@ -231,6 +231,8 @@ def register(
             tracing.keep_storage_offsets()
         call = Call(*args, **kwargs)
         packaged = tracing.packaging()
+        if packaged:
+            tracing.restore_hints(call)
         with mode:
             kernel = select(contract, call, candidates, packaged=packaged)
             if contents is not None and call.validate_inputs:
@@ -367,6 +369,7 @@ def _define_functional_twin(
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if tracing.foreign(types):
             return NotImplemented
+        tracing.restore_hints((*args, *kwargs.values()))
         with mode:
             call = on_copies(args, kwargs)
             if contents is not None and call.validate_inputs:

@@ -1,7 +1,10 @@
 """Which compiler is tracing: the one place that touches torch's private names for it."""
 
 import sys
+from collections.abc import Iterable
+from typing import Any
 
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -12,6 +15,7 @@ __all__ = [
     "foreign",
     "keep_storage_offsets",
     "packaging",
+    "restore_hints",
     "view_base",
 ]
 
@@ -65,3 +69,22 @@ def keep_storage_offsets() -> None:
         return value.node.expr if isinstance(value, torch.SymInt) else int(value)
 
     inductor.register_lowering(op)(sym_storage_offset)
+
+
+def restore_hints(values: Iterable[Any]) -> None:
+    """Give a loaded program the example sizes that `torch.export.load` drops.
+
+    A Dim that occurs only in arithmetic, as B in B + 1 offsets, is loaded with an example of the
+    expression and none of the symbol; Inductor asks for the symbol's and fails.
+    """
+    sizes = (n for x in values if isinstance(x, torch.Tensor) for n in x.shape)
+    symbol = next((n for n in sizes if isinstance(n, torch.SymInt)), None)
+    if symbol is None:
+        return
+    examples = getattr(symbol.node.shape_env, "backed_var_to_val", None)
+    if examples is None:  # the name before torch 2.13
+        examples = symbol.node.shape_env.var_to_val
+    for expression, value in list(examples.items()):
+        free = list(expression.free_symbols)
+        if not expression.is_Symbol and len(free) == 1 and free[0] not in examples:
+            (examples[free[0]],) = sympy.solve(expression - value, free[0])

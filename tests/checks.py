@@ -288,11 +288,6 @@ def tensors_of(call: Any) -> tuple[torch.Tensor, ...]:
     return tuple(x for x in call if torch.is_tensor(x))
 
 
-def AUTO(x: torch.Tensor) -> dict[int, Any]:
-    """Every extent dynamic where the program allows it."""
-    return {axis: torch.export.Dim.AUTO for axis in range(x.dim())}
-
-
 def dims_of(case: Case, call: Any) -> tuple[Any, ...]:
     """`dynamic_shapes` for `Module`: every data dimension, ties kept."""
     dims: dict[str, Any] = {}

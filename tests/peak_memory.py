@@ -40,7 +40,7 @@ def packaged(name: str) -> Any:
         program = torch.export.export(
             module,
             checks.tensors_of(made_from),
-            dynamic_shapes=(tuple(checks.AUTO(x) for x in checks.tensors_of(made_from)),),
+            dynamic_shapes=checks.dims_of(case, made_from),
         )
         path = str(Path(tempfile.mkdtemp()) / "package.pt2")
         torch._inductor.aoti_compile_and_package(program, package_path=path)

@@ -294,7 +294,7 @@ def test_requests_that_cannot_be_served(requests, message):
 
 
 def test_a_pool_too_small_for_a_request_is_refused():
-    with pytest.raises(ValueError, match="needs 3 pages"):
+    with pytest.raises(ValueError, match="Prompt 1 needs 3 pages of 16 tokens"):
         list(engine.generate(Recorder(TINY.vocab), TINY, [Request([1] * 40, 4)], [], pages=2))
 
 

@@ -89,8 +89,8 @@ class Pools:
         self.v_flat = [pool.flatten(0, 1) for pool in self.v]
 
 
-def check_requests(requests: list[Request], config: Config) -> None:
-    """Refuse requests that the model cannot serve."""
+def check_requests(requests: list[Request], config: Config, pages: int) -> None:
+    """Refuse requests that the model or a pool of `pages` pages cannot serve."""
     if not requests:
         raise ValueError("There is no prompt to continue.")
     for index, request in enumerate(requests):
@@ -103,25 +103,35 @@ def check_requests(requests: list[Request], config: Config) -> None:
                 f"Prompt {index + 1} has {len(request.prompt)} tokens; with "
                 f"{request.max_new_tokens} new ones it passes the model's {config.context}."
             )
+        if pages_for(request) > pages:
+            raise ValueError(
+                f"Prompt {index + 1} needs {pages_for(request)} pages of {PAGE_SIZE} tokens, but "
+                f"the pool has {pages}."
+            )
         if request.forced and len(request.forced) < request.max_new_tokens:
             raise ValueError(f"Prompt {index + 1} has fewer forced tokens than new ones.")
 
 
-def default_pages(requests: list[Request], page_size: int = PAGE_SIZE) -> int:
+def pages_for(request: Request) -> int:
+    """Return the most pages that a request can hold."""
+    return -(-request.max_cached // PAGE_SIZE)
+
+
+def default_pages(requests: list[Request]) -> int:
     """Return enough pages for all requests at once, or for a full house of `POOL_TOKENS`.
 
     Requests that find no room wait until others end.
     """
-    needs = [-(-request.max_cached // page_size) for request in requests]
-    return max(max(needs), min(sum(needs), POOL_TOKENS // page_size))
+    needs = [pages_for(request) for request in requests]
+    return max(max(needs, default=1), min(sum(needs), POOL_TOKENS // PAGE_SIZE))
 
 
-def table_width(requests: list[Request], page_size: int = PAGE_SIZE) -> int:
+def table_width(requests: list[Request]) -> int:
     """Return one width for every step of a run, so that a compiled step sees a single one.
 
     At least two: a compiler treats an extent of one as a constant.
     """
-    return max(2, *(-(-request.max_cached // page_size) for request in requests))
+    return max(2, *(pages_for(request) for request in requests))
 
 
 class ActiveRequest:
@@ -157,8 +167,8 @@ def generate(
     that enter together are prefilled in one call. Between prefills every running request decodes
     one token per step.
     """
-    check_requests(requests, config)
     pages = default_pages(requests) if pages is None else pages
+    check_requests(requests, config, pages)
     allocator = PageAllocator(pages, PAGE_SIZE)
     pools = Pools(config, pages)
     width = table_width(requests)

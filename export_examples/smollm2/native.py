@@ -101,9 +101,9 @@ def generate_native(
 
     The first step, `ready`, is empty: packages and weights are loaded.
     """
-    check_requests(requests, model.config)
-    packages = build_packages(model)
     pages = default_pages(requests) if pages is None else pages
+    check_requests(requests, model.config, pages)
+    packages = build_packages(model)
     command = [build_program(), packages["prefill"], packages["decode"], write_weights(model)]
     with (
         tempfile.TemporaryFile("w+") as messages,

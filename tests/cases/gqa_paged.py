@@ -17,7 +17,7 @@ def build(dtype, pool_dtype, *, heads, heads_kv, dim, page_size, scales=None, si
     out_dtype = opts.get("out_dtype") or dtype
 
     def make(size, generator):
-        q_lens = lengths(size, 3 + size % 3)
+        q_lens = lengths(size, 5 + size % 3)
         batch = len(q_lens)
         lens = [n + 5 * i for i, n in enumerate(q_lens)]
         if size > 1 and not rope:
@@ -28,9 +28,10 @@ def build(dtype, pool_dtype, *, heads, heads_kv, dim, page_size, scales=None, si
         tokens = sum(q_lens) + (PADDING if size > 1 else 0)
         width, pages, rows = max(counts, default=0), sum(counts), max(lens, default=0)
         if size > 1:
-            width = apart(width + 3, batch, tokens)
-            pages = apart(pages + 2, batch, tokens, width)
-            rows = apart(rows + 2, batch, tokens, width, pages)
+            fixed = (heads, dim, page_size, batch, batch + 1, tokens)
+            width = apart(width + 3, *fixed)
+            pages = apart(pages + 2, *fixed, width)
+            rows = apart(rows + 2, *fixed, width, pages)
         order = torch.randperm(pages, generator=generator).to(torch.int32)
         table = torch.tensor(TAIL, dtype=torch.int32).repeat(batch * width)[: batch * width]
         table = table.reshape(batch, width)
@@ -123,10 +124,10 @@ CASES = [
         "16-bit",
         F16,
         F16,
-        heads=6,
-        heads_kv=2,
+        heads=9,
+        heads_kv=3,
         dim=24,
-        page_size=7,
+        page_size=11,
         sinks=True,
         is_causal=False,
         window_size_left=5,
@@ -155,7 +156,7 @@ CASES = [
         E4M3,
         heads=2,
         heads_kv=2,
-        dim=16,
+        dim=24,
         page_size=4,
         scales="tensor",
         sinks=True,
@@ -169,7 +170,7 @@ CASES = [
         heads=4,
         heads_kv=2,
         dim=16,
-        page_size=5,
+        page_size=3,
         scales="heads",
         is_causal=False,
         out_dtype=BF16,

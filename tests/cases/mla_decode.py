@@ -9,7 +9,7 @@ from tests.cases import Case, randn
 
 def build(dtype, heads, heads_kv, dim, rotary):
     def make(size, generator):
-        batch, rows = (2 + size % 3, size + 7) if size > 1 else (size, size)
+        batch, rows = (9 + size % 3, size + 12) if size > 1 else (size, size)
         return {
             "q": randn(generator, batch, heads, dim, dtype=dtype),
             "q_pe": randn(generator, batch, heads, rotary, dtype=dtype),

@@ -91,14 +91,17 @@ def attend_gathered(
         flat = torch.where(row < 0, FAR, row * heads_kv + x["_heads"])
         flat = torch.where(seen, flat, 0).reshape(-1)
         seen = seen.reshape(-1, 1, lanes)
-        keys = take(x["_k"], flat).to(torch.float32).reshape(-1, lanes, dim)
+        keys = take(x["_k"], flat).reshape(-1, lanes, dim)
+        # What is not seen weighs 0, which does not silence a NaN: zero those values, before they
+        # are widened.
         if v is None:
+            keys = torch.where(seen.transpose(1, 2), keys, 0.0).to(torch.float32)
             values = keys[..., :value_dim]
         else:
-            values = take(x["_v"], flat).to(torch.float32)
-            values = values.reshape(-1, lanes, value_dim)
+            values = take(x["_v"], flat).reshape(-1, lanes, value_dim)
+            values = torch.where(seen.transpose(1, 2), values, 0.0).to(torch.float32)
+            keys = keys.to(torch.float32)
         logits = torch.where(seen, torch.bmm(queries, keys.transpose(1, 2)), -INF)
-        values = torch.where(seen.transpose(1, 2), values, 0.0)
         new_top = torch.maximum(top, logits.amax(-1, keepdim=True))
         anchor = torch.where(new_top == -INF, 0.0, new_top)
         weight = torch.exp(logits - anchor)

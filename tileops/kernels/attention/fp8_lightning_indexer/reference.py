@@ -30,7 +30,7 @@ def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
     q, k = call.index_q, call.index_k
     batch, length, heads = q.shape[:3]
     keys, groups = k.shape[1], k.shape[2]
-    tile = tile_rows(batch * length, batch, max(4, HEAD_ROWS // heads))
+    tile = tile_rows(length, 1, max(4, HEAD_ROWS // heads))
     inputs = {
         "q": q.flatten(0, 1),
         "k": k.flatten(0, 1),

