@@ -117,7 +117,7 @@ def test_the_package_never_imports_its_tests():
 
 
 def test_files_stay_small(capsys):
-    trees = (*TREES, "tests", "export_examples", "benchmarks", "scripts")
+    trees = (*TREES, "tests", "export_examples", "benchmarks")
     lengths = {p: len(p.read_text().splitlines()) for tree in trees for p in sources(tree)}
     longest = sorted(lengths.items(), key=lambda item: -item[1])
     for path, lines in longest:
