@@ -1,10 +1,9 @@
 """Which compiler is tracing: the one place that touches torch's private names for it."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -77,13 +76,15 @@ def restore_hints(values: Iterable[Any]) -> None:
     A Dim that occurs only in arithmetic, as B in B + 1 offsets, is loaded with an example of the
     expression and none of the symbol; Inductor asks for the symbol's and fails.
     """
-    sizes = (n for x in values if isinstance(x, torch.Tensor) for n in x.shape)
-    symbol = next((n for n in sizes if isinstance(n, torch.SymInt)), None)
+    sizes: Iterator[Any] = (n for x in values if isinstance(x, torch.Tensor) for n in x.shape)
+    symbol: Any = next((n for n in sizes if isinstance(n, torch.SymInt)), None)
     if symbol is None:
         return
     examples = getattr(symbol.node.shape_env, "backed_var_to_val", None)
     if examples is None:  # the name before torch 2.13
         examples = symbol.node.shape_env.var_to_val
+    import sympy  # a dependency of torch that eager code never loads
+
     for expression, value in list(examples.items()):
         free = list(expression.free_symbols)
         if not expression.is_Symbol and len(free) == 1 and free[0] not in examples:

@@ -18,7 +18,12 @@ from tests.cases import all_cases
 CPP = checks.ROOT / "export_examples" / "cpp" / "ops"
 SIZES = (7, 2, 3, 65, 130, 1)
 # Besides the first case of every operator: what reaches other code of a kernel.
-ALSO: set[str] = set()
+ALSO = {
+    "gqa_dense_fwd-fp8-rope",
+    "gqa_paged_fwd-fp16-e4m3-pool-rope",
+    "gqa_varlen_fwd-window-sinks-validated",
+    "paged_kv_cache_write-bf16-e4m3",
+}
 
 
 def packaged_cases():
@@ -167,6 +172,23 @@ def test_packaged_write_keeps_every_bit_and_copies_no_pool(tmp_path):
         assert torch.equal(checks.bits(written.flatten(0, 1)), checks.bits(expected))
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert largest <= 2 * rows.nbytes < pool.nbytes / 32, (largest, rows.nbytes, pool.nbytes)
+
+
+@pytest.mark.package
+def test_packaged_contents_rules_hold_and_nothing_is_written(tmp_path):
+    name = "gqa_prefill_paged_fwd-bf16-e4m3-rope-validated"
+    case = next(c for c in all_cases() if str(c) == name)
+    program, call = checks.export(case)
+    package = lower(program, tmp_path / "package.pt2")
+    model = torch._inductor.aoti_load_package(str(package))
+    good = checks.clone(call)
+    out = model(*checks.tensors_of(good))
+    checks.check_against(case, checks.outputs_of(case, good, out), call)
+    bad = checks.clone(call)._replace(k_scale=-call.k_scale)
+    with pytest.raises(RuntimeError, match="gqa_prefill_paged_fwd: k_scale must be"):
+        model(*checks.tensors_of(bad))
+    for pool in case.contract.mutated:
+        assert torch.equal(checks.bits(getattr(bad, pool)), checks.bits(getattr(call, pool)))
 
 
 @pytest.mark.cpp

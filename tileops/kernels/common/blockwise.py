@@ -371,6 +371,7 @@ def walk(
     rows: int,
     tile: int,
     outputs: Sequence[tuple[tuple[int, ...], torch.dtype, float]],
+    into: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
     """Run `step` on tiles of each request's packed rows and return the outputs [rows, *tail].
 
@@ -380,6 +381,8 @@ def walk(
         offsets: [B + 1] ascending. Whatever they hold, the walk ends.
         rows: total packed rows; those of no request keep the fill value.
         outputs: (tail shape, dtype, fill value) each.
+        into: the tensors [rows, *tail] that an eager walk fills and returns, where a second copy
+            of the outputs would be too large. A traced walk returns new ones.
     """
     inputs = separate(inputs)
     names, count = tuple(inputs), len(outputs)
@@ -415,7 +418,7 @@ def walk(
         return torch.where(done, request + 1, request).reshape(()), cursor.reshape(()), *stored
 
     def remaining(row: Tensor, b: Tensor, *rest: Tensor) -> Tensor:
-        return (row < rest[0].shape[0] - frame) & (b < rest[count].shape[0] - 1)
+        return (row < rest[0].shape[0] - slack) & (b < rest[count].shape[0] - 1)
 
     def fill_frame(row: Tensor, b: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         outs, shared = rest[:count], rest[count:]
@@ -424,19 +427,28 @@ def walk(
             for out, fill in zip(outs, fills, strict=True)
         ]
         b, _, *parts = while_loop_op(in_frame, fill_tile, (b, row, *parts), (row + frame, *shared))
-        slot = row + shared[2]
-        stored = [store(out, 0, slot, part[:-1]) for out, part in zip(outs, parts, strict=True)]
+        stored = [
+            store_frame(out, row, shared[2], part) for out, part in zip(outs, parts, strict=True)
+        ]
         return row + frame, b, *stored
 
-    # One frame of slack, so that the last frame is stored like the others.
-    outs = [
-        torch.full((rows + frame, *tail), fill, dtype=dtype, device=device)
-        for tail, dtype, fill in outputs
-    ]
-    eager = type(outs[0]) is Tensor
-    store = Tensor.index_copy_ if eager else Tensor.index_copy
+    def store_frame(out: Tensor, row: Tensor, slots: Tensor, part: Tensor) -> Tensor:
+        if not eager:
+            return out.index_copy(0, row + slots, part[:-1])
+        stretch = out[int(row) :][:frame]
+        stretch.copy_(part[: stretch.shape[0]])
+        return out
+
     zero = torch.zeros((), dtype=torch.int64, device=device)
     lanes, slots = torch.arange(tile, device=device), torch.arange(frame, device=device)
+    eager = type(zero) is Tensor
+    store = Tensor.index_copy_ if eager else Tensor.index_copy
+    # Traced, one frame of slack, so that the last frame is stored like the others.
+    slack = 0 if eager else frame
+    outs = [
+        torch.full((rows + slack, *tail), fill, dtype=dtype, device=device)
+        for tail, dtype, fill in ([] if eager and into else outputs)
+    ] or [out.fill_(fill) for out, fill in zip(into, fills, strict=True)]
     _, _, *outs = while_loop_op(
         remaining,
         fill_frame,

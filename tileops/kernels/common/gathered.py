@@ -41,8 +41,9 @@ def attend_gathered(
     scale: float,
     value_dim: int,
     sizes: Sequence[Tensor] = (),
-) -> Tensor:
-    """o [R, H, D_v] in q's dtype; a row that sees no key gives zeros.
+    out: Tensor,
+) -> None:
+    """Fill out [R, H, D_v], contiguous; a row that sees no key gives zeros.
 
     Args:
         q: [R, H, D].
@@ -128,8 +129,17 @@ def attend_gathered(
 
     offsets = dense_offsets(1, q.shape[0], q.device)
     with torch.autocast(q.device.type, enabled=False):
-        (o,) = walk(step, held, offsets, q.shape[0], tile, [((heads, value_dim), q.dtype, 0.0)])
-    return o
+        (o,) = walk(
+            step,
+            held,
+            offsets,
+            q.shape[0],
+            tile,
+            [((heads, value_dim), q.dtype, 0.0)],
+            into=(out,),
+        )
+    if o is not out:
+        out.copy_(o)
 
 
 def last_slot(used: Tensor, slots: Tensor) -> Tensor:

@@ -95,6 +95,7 @@ def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
         )
         return (logits[:, : x["columns"].shape[0]],)
 
+    rows = out.flatten(0, 1)
     with torch.autocast(q.device.type, enabled=False):
         (logits,) = walk(
             step,
@@ -103,8 +104,10 @@ def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
             batch * length,
             tile,
             [((keys, groups), torch.float32, -INF)],
+            into=(rows,),
         )
-    out.copy_(logits.reshape(out.shape))
+    if logits is not rows:
+        rows.copy_(logits)
 
 
 def load_keys(x: Inputs, rows: Tensor) -> tuple[Tensor, Tensor | None]:

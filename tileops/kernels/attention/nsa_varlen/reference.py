@@ -57,15 +57,14 @@ def nsa_varlen_fwd(out: Tensor, call: Any) -> None:
         "counts": call.block_counts,
         "slots": torch.arange(call.block_indices.shape[2], device=call.q.device),
     }
-    out.copy_(
-        attend_gathered(
-            call.q,
-            call.k,
-            call.v,
-            inputs,
-            prepare,
-            pick,
-            scale=call.scale,
-            value_dim=call.q.shape[2],
-        )
+    attend_gathered(
+        call.q,
+        call.k,
+        call.v,
+        inputs,
+        prepare,
+        pick,
+        scale=call.scale,
+        value_dim=call.q.shape[2],
+        out=out,
     )
