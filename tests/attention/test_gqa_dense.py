@@ -255,7 +255,8 @@ def test_compiled_training_step_equals_eager():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo reads it
+# Dynamo reads .grad of the sliced view.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_backward_of_key_slices_under_dynamic_compile():
     q, k, v = inputs(b=1, s_q=8, s_kv=64)
     op = GQADenseFwdOp()
