@@ -9,7 +9,7 @@
 //   NAME OFFSET RANK EXTENT...                      (the offset counts values, not bytes)
 // Standard input, until its end:
 //   stop COUNT ID...
-//   request MAX_NEW_TOKENS COUNT ID... COUNT ID...  (the prompt, then ids to feed instead of picks)
+//   request MAX_NEW_TOKENS COUNT ID... COUNT ID...  (the prompt, then ids fed instead of picks)
 // Standard output, flushed after every step:
 //   ready                                           (packages and weights are loaded)
 //   prefill 0:4922 1:253                            (REQUEST:TOKEN)

@@ -54,7 +54,7 @@ def case(variant, dtype, *sizes, **options):
 
 CASES = [
     case("bf16", torch.bfloat16, 4, 1, 16, 8, stride_kv=1, q_start_index_s=3),
-    case("fp16-strided", torch.float16, 6, 2, 8, 0, stride_kv=4, q_start_index_s=0, sm_scale=0.5),
+    case("fp16-strided", torch.float16, 6, 2, 12, 0, stride_kv=4, q_start_index_s=0, sm_scale=0.5),
     case(
         "bf16-full", torch.bfloat16, 2, 2, 10, 3, stride_kv=2, q_start_index_s=0, is_causal=False
     ),

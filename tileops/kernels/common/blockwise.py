@@ -445,17 +445,20 @@ def walk(
     store = Tensor.index_copy_ if eager else Tensor.index_copy
     # Traced, one frame of slack, so that the last frame is stored like the others.
     slack = 0 if eager else frame
-    outs = [
-        torch.full((rows + slack, *tail), fill, dtype=dtype, device=device)
-        for tail, dtype, fill in ([] if eager and into else outputs)
-    ] or [out.fill_(fill) for out, fill in zip(into, fills, strict=True)]
+    if eager and into:
+        outs = [out.fill_(fill) for out, fill in zip(into, fills, strict=True)]
+    else:
+        outs = [
+            torch.full((rows + slack, *tail), fill, dtype=dtype, device=device)
+            for tail, dtype, fill in outputs
+        ]
     _, _, *outs = while_loop_op(
         remaining,
         fill_frame,
         (zero, torch.zeros_like(zero), *outs),
         (offsets, lanes, slots, *inputs.values()),
     )
-    return tuple(out[:rows] for out in outs)
+    return tuple(outs) if eager else tuple(out[:rows] for out in outs)
 
 
 def separate(inputs: Inputs) -> Inputs:

@@ -49,5 +49,5 @@ def dsa_decode_fwd(out: Tensor, call: Any) -> None:
         scale=width**-0.5 if call.sm_scale is None else call.sm_scale,
         value_dim=width - call.dim_tail,
         sizes=(q, kv),
-        out=out.view(-1, *out.shape[2:]),
+        out=out.flatten(0, 1),
     )
