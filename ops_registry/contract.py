@@ -232,6 +232,7 @@ def register(
         call = Call(*args, **kwargs)
         packaged = tracing.packaging()
         if packaged:
+            tracing.keep_loop_inputs()
             tracing.restore_hints(call)
         with mode:
             kernel = select(contract, call, candidates, packaged=packaged)
@@ -349,13 +350,13 @@ def _define_functional_twin(
             return copies
         return ((out,) if single else tuple(out)) + copies
 
-    def on_copies(args, kwargs):
-        call = contract.Call(*args, **kwargs)
+    def on_copies(call):
         return call._replace(**{pool: getattr(call, pool).clone() for pool in contract.mutated})
 
     def run(*args, **kwargs):
-        infer(contract.Call(*args, **kwargs))
-        call = on_copies(args, kwargs)
+        call = contract.Call(*args, **kwargs)
+        infer(call)
+        call = on_copies(call)
         return gather(call, contract.op(*call))
 
     def fake(*args, **kwargs):
@@ -365,19 +366,25 @@ def _define_functional_twin(
         return gather(call._replace(**fresh), out)
 
     def trace(mode, op, types, args, kwargs):
-        if tracing.exporting() or not tracing.packaging():
+        if tracing.exporting():
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if tracing.foreign(types):
             return NotImplemented
-        tracing.restore_hints((*args, *kwargs.values()))
+        call = contract.Call(*args, **kwargs)
+        packaged = tracing.packaging()
+        if packaged:
+            tracing.keep_loop_inputs()
+            tracing.restore_hints(call)
         with mode:
-            call = on_copies(args, kwargs)
             if contents is not None and call.validate_inputs:
                 call = trace_contents(contract, contents, call)
-            kernel = select(contract, call, candidates, packaged=True)
-            out = infer(call)
-            kernel.run(out, call)
-            return gather(call, out)
+            if packaged:
+                call = on_copies(call)
+                kernel = select(contract, call, candidates, packaged=True)
+                out = infer(call)
+                kernel.run(out, call)
+                return gather(call, out)
+        return mode.__torch_dispatch__(op, types, tuple(call), {})
 
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     qualname = f"{NAMESPACE}::{name}"

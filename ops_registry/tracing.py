@@ -12,6 +12,7 @@ __all__ = [
     "FunctionalTensorMode",
     "exporting",
     "foreign",
+    "keep_loop_inputs",
     "keep_storage_offsets",
     "packaging",
     "restore_hints",
@@ -68,6 +69,29 @@ def keep_storage_offsets() -> None:
         return value.node.expr if isinstance(value, torch.SymInt) else int(value)
 
     inductor.register_lowering(op)(sym_storage_offset)
+
+
+def keep_loop_inputs() -> None:
+    """Keep Inductor from writing other results over the tensors that enter a while loop.
+
+    A loop that runs no iteration returns the very tensors that entered it, but Inductor takes
+    its results for new ones and reuses the memory of what entered (pytorch#146213).
+    """
+    ir = sys.modules.get("torch._inductor.ir")
+    if ir is None or hasattr(ir.WhileLoop, "tileops_create"):
+        return
+    ir.WhileLoop.tileops_create = create = ir.WhileLoop.create
+
+    def keeping_inputs(*args: Any, **kwargs: Any) -> Any:
+        results = create(*args, **kwargs)
+        kept = ir.V.graph.never_reuse_buffers
+        for result in results:
+            kept.add(result.get_name())
+            for loop in getattr(result, "inputs", ()):
+                kept.update(x.get_name() for x in getattr(loop, "carried_inputs", ()))
+        return results
+
+    ir.WhileLoop.create = keeping_inputs
 
 
 def restore_hints(values: Iterable[Any]) -> None:

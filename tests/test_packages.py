@@ -19,6 +19,7 @@ CPP = checks.ROOT / "export_examples" / "cpp" / "ops"
 SIZES = (7, 2, 3, 65, 130, 1)
 # Besides the first case of every operator: what reaches other code of a kernel.
 ALSO = {
+    "fp8_lightning_indexer-e4m3-scaled",
     "gqa_dense_fwd-fp8-rope",
     "gqa_paged_fwd-fp16-e4m3-pool-rope",
     "gqa_varlen_fwd-window-sinks-validated",

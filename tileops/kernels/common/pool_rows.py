@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ops_registry.tracing import view_base
+from tileops.kernels.common.fp8 import E4M3, E4M3_MAX
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # widest first: fewer copies
+CHUNK = 2**18  # numbers quantized at once
 
 
 def scatter_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
@@ -60,17 +62,34 @@ def _whole(pool: Tensor, tail: int) -> tuple[Tensor, int]:
     return pool, 0
 
 
-def copy_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """The same on eager CPU tensors, in one pass over the rows; pool must be contiguous."""
-    kept = (slots >= 0) & (slots < pool.shape[0])
+def copy_rows(pool: Tensor, rows: Tensor, slots: Tensor, scale: Tensor | None = None) -> None:
+    """pool [..., *tail] <- rows [T, *tail] at slots [T] int64; eager CPU tensors.
+
+    pool: contiguous, of the rows' dtype, or e4m3 with the float32 `scale` [1] that divides.
+    """
+    tail = rows.shape[1:]
+    target = pool.view(math.prod(pool.shape[: pool.dim() - len(tail)]), math.prod(tail))
+    kept = (slots >= 0) & (slots < target.shape[0])
     if not kept.all():
         chosen = kept.nonzero().flatten()
         rows, slots = rows.index_select(0, chosen), slots.index_select(0, chosen)
     if not rows.numel():
         return
-    target, source = pool.flatten(1), rows.flatten(1).contiguous()
+    source = rows.flatten(1) if scale is None else _quantized(rows.flatten(1), scale)
+    source = source.contiguous()
     word = next(w for w in WORDS if _splits_into(target, w) and _splits_into(source, w))
     target.view(word).index_copy_(0, slots, source.view(word))
+
+
+def _quantized(rows: Tensor, scale: Tensor) -> Tensor:
+    """`store_e4m3` of rows [T, n], some at a time: large temporaries cost ten times the work."""
+    out = torch.empty(rows.shape, dtype=E4M3)
+    step = max(1, CHUNK // rows.shape[1])
+    wide = torch.empty(min(step, rows.shape[0]), rows.shape[1], dtype=torch.float32)
+    for part, codes in zip(rows.split(step), out.split(step), strict=True):
+        quotient = torch.div(part, scale, out=wide[: part.shape[0]])
+        codes.copy_(quotient.clamp_(-E4M3_MAX, E4M3_MAX))
+    return out
 
 
 def _splits_into(x: Tensor, word: torch.dtype) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tileops.kernels.common.rope import rotate
+from tileops.kernels.common.rope import rope_angles, rotate
 
 
 def destinations(call: Any) -> tuple[Tensor, Tensor]:
@@ -31,17 +31,7 @@ def destinations(call: Any) -> tuple[Tensor, Tensor]:
     return position, page * call.page_size + position % call.page_size
 
 
-def frequencies(call: Any) -> Tensor:
-    """rope_base ** (-2 f / R) for f < R / 2, float64."""
-    width = call.rotary_dim or call.q.shape[2]
-    exponents = torch.arange(width // 2, dtype=torch.float64, device=call.q.device) * (-2 / width)
-    return torch.pow(call.rope_base, exponents)
-
-
-def rotated(rows: Tensor, position: Tensor, frequency: Tensor) -> Tensor:
-    """rows [n, heads, D] turned to positions [n], in float32.
-
-    The angles are float64: at position 131072 those of float32 are off by 3.5e-2.
-    """
-    angle = position[:, None] * frequency
-    return rotate(rows, angle.cos().to(torch.float32), angle.sin().to(torch.float32))
+def rotated(call: Any, rows: Tensor, position: Tensor) -> Tensor:
+    """rows [n, heads, D] turned to positions [n], in float32."""
+    cos, sin = rope_angles(position, call.rotary_dim or rows.shape[2], call.rope_base)
+    return rotate(rows, cos, sin)

@@ -5,18 +5,13 @@ from typing import Any
 from torch import Tensor
 
 from ops_registry.contract import E4M3
-from tileops.kernels.attention.gqa_prefill_paged.append import (
-    destinations,
-    frequencies,
-    rotated,
-)
+from tileops.kernels.attention.gqa_prefill_paged.append import destinations, rotated
 from tileops.kernels.common.cpu_attention import (
     AppendedKeys,
     PagedKeys,
     Scratch,
     attend,
 )
-from tileops.kernels.common.fp8 import store_e4m3
 from tileops.kernels.common.gqa_hooks import score_scale
 from tileops.kernels.common.pool_rows import copy_rows
 
@@ -29,8 +24,7 @@ def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
     position, slot = destinations(call)
     k_new, v_new = call.k_new, call.v_new
     if call.fuse_rope:
-        frequency = frequencies(call)
-        k_new = rotated(k_new, position, frequency).to(k_new.dtype)
+        k_new = rotated(call, k_new, position).to(k_new.dtype)
     pages = (call.k_pages.shape[0] // call.page_size, call.page_size)
     k_pages, v_pages = (pool.unflatten(0, pages) for pool in (call.k_pages, call.v_pages))
     total = call.q.shape[0]
@@ -45,7 +39,7 @@ def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
         done = rows.stop
         q = call.q[rows]
         if call.fuse_rope:
-            q = rotated(q, position[rows], frequency)
+            q = rotated(call, q, position[rows])
         paged = PagedKeys(k_pages, v_pages, call.block_table[b], scratch)
         attend(
             out[rows],
@@ -60,8 +54,5 @@ def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
         )
     out[done:].zero_()
     fp8 = call.k_pages.dtype == E4M3
-    for new, pool, scale in (
-        (k_new, call.k_pages, call.k_scale),
-        (v_new, call.v_pages, call.v_scale),
-    ):
-        copy_rows(pool, store_e4m3(new, scale) if fp8 else new, slot)
+    copy_rows(call.k_pages, k_new, slot, call.k_scale if fp8 else None)
+    copy_rows(call.v_pages, v_new, slot, call.v_scale if fp8 else None)

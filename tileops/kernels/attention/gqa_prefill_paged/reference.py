@@ -7,11 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ops_registry.contract import E4M3
-from tileops.kernels.attention.gqa_prefill_paged.append import (
-    destinations,
-    frequencies,
-    rotated,
-)
+from tileops.kernels.attention.gqa_prefill_paged.append import destinations, rotated
 from tileops.kernels.common.blockwise import (
     Inputs,
     Load,
@@ -32,11 +28,10 @@ def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
     k_new, query = call.k_new, None
     inputs: Inputs = {"k": call.k_pages, "v": call.v_pages, "v_new": call.v_new}
     if call.fuse_rope:
-        inputs["frequency"] = frequencies(call)
-        k_new = rotated(k_new, position, inputs["frequency"]).to(k_new.dtype)
+        k_new = rotated(call, k_new, position).to(k_new.dtype)
 
         def query(x: Inputs, b: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-            return rotated(rows, positions, x["frequency"])
+            return rotated(call, rows, positions)
 
     inputs |= {
         "k_new": k_new,
