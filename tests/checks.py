@@ -18,7 +18,7 @@ from torch._inductor.utils import fresh_cache
 
 from ops_registry import tracing
 from ops_registry.accuracy import EXACT, Tolerance
-from ops_registry.contract import E4M3
+from ops_registry.contract import E4M3, OpContract
 from tests.cases import Case
 
 ROOT = Path(__file__).parent.parent
@@ -272,9 +272,9 @@ def check_guards(case: Case, monkeypatch: Any) -> None:
 class Module(torch.nn.Module):
     """The operator with its options fixed, tensors as inputs (None inputs are dropped)."""
 
-    def __init__(self, case: Case, call: Any) -> None:
+    def __init__(self, contract: OpContract, call: Any) -> None:
         super().__init__()
-        self.op = case.contract.op
+        self.op = contract.op
         self.names = [n for n in call._fields if torch.is_tensor(getattr(call, n))]
         self.Call = type(call)
         self.rest = {n: getattr(call, n) for n in call._fields if n not in self.names}
@@ -311,7 +311,7 @@ def dims_of(case: Case, call: Any) -> tuple[Any, ...]:
 def export(case: Case, size: int = 7) -> tuple[torch.export.ExportedProgram, Any]:
     """The exported program with every data dimension dynamic, and the call it was made from."""
     call = case.call(size)
-    module = Module(case, call)
+    module = Module(case.contract, call)
     with torch.no_grad():
         program = torch.export.export(
             module, tensors_of(clone(call)), dynamic_shapes=dims_of(case, call)
