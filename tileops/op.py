@@ -72,6 +72,31 @@ class Op(torch.nn.Module):
     def _boolean(self, name: str, value: Any) -> bool:
         return checks.boolean(self.contract.name, name, value)
 
+    def _set_score_options(
+        self,
+        is_causal: Any,
+        window_size_left: Any,
+        window_size_right: Any,
+        sm_scale: Any,
+        softcap: Any,
+        pos_encoding_mode: str,
+        rotary_dim: Any,
+        rope_layout: str,
+        out_dtype: torch.dtype | None,
+    ) -> None:
+        """Normalise, check and keep the options that dense, varlen and paged GQA share."""
+        self.is_causal = self._boolean("is_causal", is_causal)
+        self.window_size_left = self._integer("window_size_left", window_size_left)
+        self.window_size_right = self._integer("window_size_right", window_size_right)
+        self.sm_scale = self._optional_number("sm_scale", sm_scale)
+        self.softcap = self._optional_number("softcap", softcap)
+        self.pos_encoding_mode = pos_encoding_mode
+        self.rotary_dim = self._optional_integer("rotary_dim", rotary_dim)
+        self.rope_layout = rope_layout
+        self.out_dtype = out_dtype
+        checks.scores(self.contract.name, self)
+        checks.checked_out_dtype(self.contract.name, out_dtype)
+
 
 def cast_to_autocast(call: Any, dtype: torch.dtype) -> Any:
     """q, k and v in the active autocast dtype, nothing else; FP8 inputs stay as they are."""

@@ -2,7 +2,6 @@
 
 import torch
 
-from meta_kernels import checks
 from meta_kernels.attention.gqa_paged import infer_gqa_paged_fwd
 from ops_registry.attention.gqa_paged import GQA_PAGED_FWD
 from ops_registry.contract import register
@@ -83,21 +82,17 @@ class GQAPagedFwdOp(Op):
         target: Target = None,
     ) -> None:
         super().__init__(target)
-        name = self.contract.name
-        self.is_causal = self._boolean("is_causal", is_causal)
-        self.window_size_left = self._integer("window_size_left", window_size_left)
-        self.window_size_right = self._integer("window_size_right", window_size_right)
-        checks.window(name, self.window_size_left, self.window_size_right)
-        self.sm_scale = self._optional_number("sm_scale", sm_scale)
-        checks.sm_scale(name, self.sm_scale)
-        self.softcap = self._optional_number("softcap", softcap)
-        checks.softcap(name, self.softcap)
-        checks.checked_out_dtype(name, out_dtype)
-        self.out_dtype = out_dtype
-        self.pos_encoding_mode = pos_encoding_mode
-        self.rotary_dim = self._optional_integer("rotary_dim", rotary_dim)
-        self.rope_layout = rope_layout
-        checks.rope(name, pos_encoding_mode, self.rotary_dim, rope_layout)
+        self._set_score_options(
+            is_causal,
+            window_size_left,
+            window_size_right,
+            sm_scale,
+            softcap,
+            pos_encoding_mode,
+            rotary_dim,
+            rope_layout,
+            out_dtype,
+        )
 
     def options(
         self,

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from meta_kernels import checks
 from meta_kernels.attention.gqa_varlen import (
     contents_gqa_varlen_fwd,
     infer_gqa_varlen_bwd,
@@ -98,18 +97,18 @@ class GQAVarlenFwdOp(Op):
         target: Target = None,
     ) -> None:
         super().__init__(target)
-        self.is_causal = self._boolean("is_causal", is_causal)
-        self.window_size_left = self._integer("window_size_left", window_size_left)
-        self.window_size_right = self._integer("window_size_right", window_size_right)
-        self.sm_scale = self._optional_number("sm_scale", sm_scale)
-        self.softcap = self._optional_number("softcap", softcap)
-        self.out_dtype = out_dtype
-        self.pos_encoding_mode = pos_encoding_mode
-        self.rotary_dim = self._optional_integer("rotary_dim", rotary_dim)
-        self.rope_layout = rope_layout
+        self._set_score_options(
+            is_causal,
+            window_size_left,
+            window_size_right,
+            sm_scale,
+            softcap,
+            pos_encoding_mode,
+            rotary_dim,
+            rope_layout,
+            out_dtype,
+        )
         self.validate_inputs = self._boolean("validate_inputs", validate_inputs)
-        checks.scores(self.contract.name, self)
-        checks.checked_out_dtype(self.contract.name, out_dtype)
 
     def options(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.PARAMETERS)
