@@ -6,7 +6,7 @@ block of what it sums, a group's query heads are summed in float32, and every re
 once. Traceable like `blockwise`, on which it stands.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,13 @@ class Rope(NamedTuple):
     cos: Tensor
     sin: Tensor
     layout: str = "neox"
+
+
+def rope_of(call: Any) -> Rope | None:
+    """The rotation of an operator call that brings its tables along."""
+    if call.pos_encoding_mode == "none":
+        return None
+    return Rope(call.rope_cos, call.rope_sin, call.rope_layout)
 
 
 def attend_backward(

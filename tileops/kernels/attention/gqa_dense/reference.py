@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tileops.kernels.common.blockwise import Window, attend, dense_offsets, packed_rows
-from tileops.kernels.common.blockwise_backward import Rope, attend_backward
+from tileops.kernels.common.blockwise_backward import attend_backward, rope_of
 from tileops.kernels.common.gqa_hooks import hooks_of, score_scale, softcap_of
 
 
@@ -46,9 +46,6 @@ def gqa_dense_bwd(out: tuple[Tensor, Tensor, Tensor], call: Any) -> None:
     """Fill dq [B, S_q, H, D], dk and dv [B, S_kv, H_kv, D]."""
     batch, s_q = call.q.shape[:2]
     s_kv, device = call.k.shape[1], call.q.device
-    rope = None
-    if call.pos_encoding_mode == "rope":
-        rope = Rope(call.rope_cos, call.rope_sin, call.rope_layout)
     q, k, v, o, do = (x.flatten(0, 1) for x in (call.q, call.k, call.v, call.o, call.do))
     *gradients, _ = attend_backward(
         q,
@@ -62,7 +59,7 @@ def gqa_dense_bwd(out: tuple[Tensor, Tensor, Tensor], call: Any) -> None:
         Window(call.is_causal, call.window_size_left, call.window_size_right),
         scale=score_scale(call),
         softcap=softcap_of(call),
-        rope=rope,
+        rope=rope_of(call),
         sizes=(call.q, call.k),
     )
     for gradient, rows in zip(out, gradients, strict=True):

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from tileops.kernels.common.blockwise import Window, attend, packed_lengths, packed_rows
-from tileops.kernels.common.blockwise_backward import Rope, attend_backward
+from tileops.kernels.common.blockwise_backward import attend_backward, rope_of
 from tileops.kernels.common.gqa_hooks import hooks_of, score_scale, softcap_of
 
 
@@ -35,9 +35,6 @@ def gqa_varlen_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
 
 def gqa_varlen_bwd(out: tuple[Tensor, Tensor, Tensor, Tensor], call: Any) -> None:
     """Fill dq [T_q, H, D], dk and dv [T_kv, H_kv, D], dsinks [H] or empty."""
-    rope = None
-    if call.pos_encoding_mode == "rope":
-        rope = Rope(call.rope_cos, call.rope_sin, call.rope_layout)
     gradients = attend_backward(
         call.q,
         call.k,
@@ -51,7 +48,7 @@ def gqa_varlen_bwd(out: tuple[Tensor, Tensor, Tensor, Tensor], call: Any) -> Non
         scale=score_scale(call),
         softcap=softcap_of(call),
         sinks=call.sinks,
-        rope=rope,
+        rope=rope_of(call),
     )
     for gradient, rows in zip(out, gradients, strict=True):
         gradient.copy_(rows)
