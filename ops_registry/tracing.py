@@ -16,6 +16,7 @@ __all__ = [
     "keep_storage_offsets",
     "packaging",
     "restore_hints",
+    "traced",
     "view_base",
 ]
 
@@ -43,6 +44,11 @@ def foreign(types: tuple[type, ...]) -> bool:
     """True if a tensor subclass (DTensor, ...) takes part that has its own rules."""
     known = (torch.Tensor, FunctionalTensor, torch.nn.Parameter)
     return any(t not in known and not issubclass(t, FakeTensor) for t in types)
+
+
+def traced(tensor: torch.Tensor) -> bool:
+    """True for the stand-ins that flow through a compiler in place of tensors."""
+    return isinstance(tensor, (FunctionalTensor, FakeTensor))
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor:

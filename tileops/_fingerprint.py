@@ -1,7 +1,7 @@
 """Compiled code must never outlive its source.
 
 torch's on-disk compile caches key on operator names, not on bodies, so a changed kernel would
-be served from an old cache. The hash of every source file of the three packages becomes part of
+be served from an old cache. The hash of every source and configuration file of the three packages becomes part of
 the caches' key; what the user has set there is kept.
 """
 
@@ -27,7 +27,7 @@ def source_hash() -> str:
         if not root.is_dir():  # imported from a zip file
             archive = next(parent for parent in root.parents if parent.is_file())
             digest.update(archive.read_bytes())
-        for path in sorted(root.rglob("*.py")):
+        for path in sorted([*root.rglob("*.py"), *root.rglob("*.json")]):
             digest.update(str(path.relative_to(root)).encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -1,0 +1,173 @@
+"""Launching Triton kernels: one call that is lean in eager and visible to tracers.
+
+Eager launches go straight to the compiled kernel: what decides the compilation is the key of a
+cache, so a call pays neither Triton's binder nor its hashing. Traced launches go through
+`wrap_triton`, which puts the kernel itself into the graph. A recorder sees launches instead of a
+device: the compile matrix of the tests and the warm-up read from it what the launchers ask for.
+
+Conventions of kernels, which make the key small and the graphs free of guards:
+
+* runtime arguments first, then constexprs; both without defaults;
+* lengths and counts are named in `do_not_specialize`; constexprs come from head counts, dims,
+  dtypes, page sizes and options, never from a length;
+* no None arguments: an absent tensor is any other tensor plus a constexpr that says so;
+* every program id is checked against what there is to do: a traced grid is never empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ops_registry import tracing
+from tileops.kernels.common.machine import Machine, machine_of
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+class Launch(NamedTuple):
+    """One recorded launch."""
+
+    kernel: Any
+    grid: tuple[Any, ...]
+    args: tuple[Any, ...]
+    constexprs: dict[str, Any]
+    warps: int
+    stages: int
+
+
+class _Recorder(NamedTuple):
+    machine: Machine
+    launches: list[Launch]
+
+
+_recorder: _Recorder | None = None
+
+
+@contextlib.contextmanager
+def recording(machine: Machine) -> Iterator[list[Launch]]:
+    """Collect launches for `machine` instead of running them; tensors may be meta tensors."""
+    global _recorder
+    before, _recorder = _recorder, _Recorder(machine, [])
+    try:
+        yield _recorder.launches
+    finally:
+        _recorder = before
+
+
+def machine(tensor: Tensor) -> Machine:
+    """The machine that launches on this tensor are for."""
+    if _recorder is not None:
+        return _recorder.machine
+    return machine_of(tensor.device.index)
+
+
+def native_e4m3(tensor: Tensor) -> bool:
+    """Whether kernels there load and store float8_e4m3fn themselves (`device.e4m3_*`)."""
+    return machine(tensor).e4m3 and not INTERPRETED
+
+
+def e4m3_argument(tensor: Tensor) -> Tensor:
+    """A float8_e4m3fn tensor as kernels take it: itself, or its bytes where no compiler knows it."""
+    if tensor.dtype is torch.float8_e4m3fn and not native_e4m3(tensor):
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+def row_stride(x: Tensor) -> int | None:
+    """The static distance between rows of x [..., H, D], None if x has to be copied.
+
+    Rows must be dense (strides D and 1), rows of all leading axes evenly spaced.
+    """
+    same = torch.fx.experimental.symbolic_shapes.guard_or_false if tracing.traced(x) else bool
+    if x.dim() < 3:
+        return None
+    if not (same(x.stride(-1) == 1) and same(x.stride(-2) == x.shape[-1])):
+        return None
+    row = x.stride(-3)
+    if not isinstance(row, int) or row < x.shape[-1] * x.shape[-2]:
+        return None
+    for axis in range(x.dim() - 3):
+        if not same(x.stride(axis) == x.stride(axis + 1) * x.shape[axis + 1]):
+            return None
+    return row
+
+
+def rows(x: Tensor) -> tuple[Tensor, int]:
+    """x, or a copy of it, with its static row stride in elements."""
+    stride = row_stride(x)
+    if stride is not None:
+        return x, stride
+    return x.contiguous(), x.shape[-1] * x.shape[-2]
+
+
+_compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+
+def _type_of(x: Any) -> Any:
+    """What of an argument decides the compilation."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if type(x) is int:
+        return -(2**31) <= x < 2**31
+    return type(x)
+
+
+def launch(
+    kernel: Any, grid: tuple[Any, ...], *args: Any, warps: int, stages: int, **constexprs: Any
+) -> None:
+    """Run `kernel` on the device and current stream of its first tensor.
+
+    grid: one to three extents; y and z stay under 65,536. Nothing is launched for an empty one.
+    args: the runtime arguments in order; constexprs: the others by name.
+    """
+    if _recorder is not None:
+        _recorder.launches.append(Launch(kernel, grid, args, constexprs, warps, stages))
+        return
+    first = args[0]
+    if tracing.traced(first):
+        extents = tuple(g if isinstance(g, int) else torch.sym_max(g, 1) for g in grid)
+        if 0 not in extents:
+            torch.library.wrap_triton(kernel)[extents](
+                *args, **constexprs, num_warps=warps, num_stages=stages
+            )
+        return
+    if 0 in grid:
+        return
+    grid = (*grid, 1, 1)[:3]
+    if INTERPRETED:
+        kernel[grid](*args, **constexprs)
+        return
+    device = first.device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _run(kernel, grid, args, constexprs, warps, stages, device)
+    else:
+        _run(kernel, grid, args, constexprs, warps, stages, device)
+
+
+def _run(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    constexprs: dict[str, Any],
+    warps: int,
+    stages: int,
+    device: int,
+) -> None:
+    key = (kernel, device, warps, stages, *constexprs.values(), *map(_type_of, args))
+    found = _compiled.get(key)
+    if found is None:
+        compiled = kernel[grid](*args, **constexprs, num_warps=warps, num_stages=stages)
+        _compiled[key] = (
+            compiled,
+            tuple(constexprs[name] for name in kernel.arg_names[len(args) :]),
+        )
+    else:
+        compiled, rest = found
+        compiled[grid](*args, *rest)
