@@ -1,8 +1,8 @@
 """Compiled code must never outlive its source.
 
 torch's on-disk compile caches key on operator names, not on bodies, so a changed kernel would
-be served from an old cache. The hash of every source and configuration file of the three packages becomes part of
-the caches' key; what the user has set there is kept.
+be served from an old cache. The hash of every source and configuration file of the three packages
+becomes part of the caches' key; what the user has set there is kept.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def native_e4m3(tensor: Tensor) -> bool:
 
 
 def e4m3_argument(tensor: Tensor) -> Tensor:
-    """A float8_e4m3fn tensor as kernels take it: itself, or its bytes where no compiler knows it."""
+    """A float8_e4m3fn tensor as kernels take it: its bytes where the compiler has no such type."""
     if tensor.dtype is torch.float8_e4m3fn and not native_e4m3(tensor):
         return tensor.view(torch.uint8)
     return tensor
