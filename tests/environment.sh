@@ -72,3 +72,8 @@ run_pytest() {
     cd "$ROOT"
     OMP_NUM_THREADS=1 "$VENV/bin/python" -m pytest -n "$workers" --dist loadgroup "$@"
 }
+
+# The Triton kernels on CPU tensors. Triton's interpreter is switched on for a whole process.
+run_interpreter() {
+    TRITON_INTERPRET=1 run_pytest "$@"
+}
