@@ -21,7 +21,7 @@ from ops_registry.contract import register
 from ops_registry.targets import Target
 from tileops.op import Op, cast_to_autocast
 
-KERNELS = ("cpu", "reference")
+KERNELS = ("triton", "cpu", "reference")
 PACKAGE = "tileops.kernels.attention.gqa_varlen"
 
 register(

@@ -2,12 +2,12 @@
 
 A reference has to be traceable (it is what an AOTInductor package on CPU contains) and still
 serve long sequences, so nothing here is as large as S x S and nothing in Python looks at the
-contents of a tensor or branches on a size. Three nested `while_loop_op` with data-dependent bounds
-do it: frames of packed rows, tiles of one request's rows inside a frame, blocks of visible keys.
+contents of a tensor or branches on a size. Three nested loops with data-dependent bounds do it:
+frames of packed rows, tiles of one request's rows inside a frame, blocks of visible keys.
 
-The frames exist because a traced loop cannot write in place: there, every store into a carried
-tensor copies it. A tile stores into its frame, and only a full frame into the whole result, so
-that many small requests do not each copy everything.
+The frames exist because a traced while loop cannot write in place: there, every store into a
+carried tensor copies it. A tile stores into its frame, which is small. Frames are the steps of a
+scan: it carries no result but stacks what its steps return, and torch writes that in place.
 
 Loop bodies must not close over tensors or symbolic sizes: callbacks receive a dict of tensors.
 """
@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -301,6 +302,7 @@ def attend(
             q.shape[0],
             tile,
             [((heads, value_dim), out_dtype or q.dtype, 0.0), ((heads,), dtype, -INF)],
+            frame=FRAME_ROWS if block_q is None else 16 * block_q,
         )
     return o, lse.t().contiguous()
 
@@ -372,6 +374,7 @@ def walk(
     tile: int,
     outputs: Sequence[tuple[tuple[int, ...], torch.dtype, float]],
     into: Sequence[Tensor] = (),
+    frame: int = FRAME_ROWS,
 ) -> tuple[Tensor, ...]:
     """Run `step` on tiles of each request's packed rows and return the outputs [rows, *tail].
 
@@ -383,12 +386,12 @@ def walk(
         outputs: (tail shape, dtype, fill value) each.
         into: the tensors [rows, *tail] that an eager walk fills and returns, where a second copy
             of the outputs would be too large. A traced walk returns new ones.
+        frame: rows of a frame, of which a traced walk makes a copy for every tile.
     """
     inputs = separate(inputs)
     names, count = tuple(inputs), len(outputs)
     fills = [fill for _, _, fill in outputs]
     device = offsets.device
-    frame = FRAME_ROWS
     offsets = offsets.to(torch.int64, copy=True)
 
     def in_frame(b: Tensor, cursor: Tensor, *rest: Tensor) -> Tensor:
@@ -397,7 +400,7 @@ def walk(
         return left & (take(offsets, b.reshape(1)).reshape(()) < edge)
 
     def fill_tile(b: Tensor, cursor: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        parts, (edge, offsets, lanes, _, *tensors) = rest[:count], rest[count:]
+        parts, (edge, offsets, lanes, *tensors) = rest[:count], rest[count:]
         request = b.reshape(1)
         head, tail = take(offsets, request), take(offsets, request + 1)
         begin = torch.maximum(head, cursor)
@@ -407,7 +410,7 @@ def walk(
         local = torch.where(live[:1], at - head, 0)
         found = step(dict(zip(names, tensors, strict=True)), request, at, local, live)
         # Dead lanes land in one spare row past the frame.
-        slot = torch.where(live, at - (edge - frame), frame)
+        slot = torch.where(live, at % frame, frame)
         stored = [
             store(part, 0, slot, block.to(part.dtype))
             for part, block in zip(parts, found, strict=True)
@@ -417,48 +420,58 @@ def walk(
         cursor = torch.where(done, torch.maximum(cursor, tail), following)
         return torch.where(done, request + 1, request).reshape(()), cursor.reshape(()), *stored
 
-    def remaining(row: Tensor, b: Tensor, *rest: Tensor) -> Tensor:
-        return (row < rest[0].shape[0] - slack) & (b < rest[count].shape[0] - 1)
-
-    def fill_frame(row: Tensor, b: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        outs, shared = rest[:count], rest[count:]
+    def fill_frame(b: Tensor, first: Tensor, edge: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
+        shared, blanks = shared[:-count], shared[-count:]
         parts = [
-            out.new_full((frame + 1, *out.shape[1:]), fill)
-            for out, fill in zip(outs, fills, strict=True)
+            blank.new_full((frame + 1, *blank.shape[1:]), fill)
+            for blank, fill in zip(blanks, fills, strict=True)
         ]
-        b, _, *parts = while_loop_op(in_frame, fill_tile, (b, row, *parts), (row + frame, *shared))
-        stored = [
-            store_frame(out, row, shared[2], part) for out, part in zip(outs, parts, strict=True)
-        ]
-        return row + frame, b, *stored
+        b, _, *parts = while_loop_op(in_frame, fill_tile, (b, first, *parts), (edge, *shared))
+        return b, *(part[:-1] for part in parts)
 
-    def store_frame(out: Tensor, row: Tensor, slots: Tensor, part: Tensor) -> Tensor:
-        if not eager:
-            return out.index_copy(0, row + slots, part[:-1])
-        stretch = out[int(row) :][:frame]
-        stretch.copy_(part[: stretch.shape[0]])
-        return out
-
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    lanes, slots = torch.arange(tile, device=device), torch.arange(frame, device=device)
-    eager = type(zero) is Tensor
+    # Without elements: they tell the frames dtype and extents.
+    blanks = [torch.empty((0, *tail), dtype=dtype, device=device) for tail, dtype, _ in outputs]
+    lanes = torch.arange(tile, device=device)
+    shared = (offsets, lanes, *inputs.values(), *blanks)
+    eager = type(lanes) is Tensor
     store = Tensor.index_copy_ if eager else Tensor.index_copy
-    # Traced, one frame of slack, so that the last frame is stored like the others.
-    slack = 0 if eager else frame
-    if eager and into:
-        outs = [out.fill_(fill) for out, fill in zip(into, fills, strict=True)]
-    else:
-        outs = [
-            torch.full((rows + slack, *tail), fill, dtype=dtype, device=device)
-            for tail, dtype, fill in outputs
-        ]
-    _, _, *outs = while_loop_op(
-        remaining,
-        fill_frame,
-        (zero, torch.zeros_like(zero), *outs),
-        (offsets, lanes, slots, *inputs.values()),
-    )
-    return tuple(outs) if eager else tuple(out[:rows] for out in outs)
+    if not eager:
+        return stack_frames(fill_frame, rows, frame, shared)
+    outs = into or [blank.new_empty(rows, *blank.shape[1:]) for blank in blanks]
+    for out, fill in zip(outs, fills, strict=True):
+        out.fill_(fill)
+    row, b = 0, torch.zeros((), dtype=torch.int64, device=device)
+    while row < rows and b < offsets.shape[0] - 1:
+        edge = min(row + frame, rows)
+        b, *parts = fill_frame(b, b.new_tensor(row), b.new_tensor(edge), *shared)
+        for out, part in zip(outs, parts, strict=True):
+            out[row:edge] = part[: edge - row]
+        row = edge
+    return tuple(outs)
+
+
+def stack_frames(
+    fill_frame: Callable[..., tuple[Tensor, ...]], rows: int, frame: int, shared: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The [rows, ...] results of (state, first row, edge, *shared) -> (state, *[frame, ...]).
+
+    For traced calls. The first state is 0.
+    """
+
+    def fill(state: Tensor, first: Tensor, edge: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        state, *parts = fill_frame(state, first, edge, *given[: len(shared)])
+        return state, *(part.clone() for part in parts)
+
+    # At least 2, because tracing would guard on an extent that may be 1.
+    frames = torch.sym_max((rows + frame - 1) // frame, 2)
+    first = torch.arange(frames, device=shared[0].device) * frame
+    edge = torch.clamp(first + frame, max=rows)
+    # Inductor computes the extents of the stack from the symbols among a scan's arguments.
+    symbols = {str(n): n for x in shared for n in x.shape if isinstance(n, torch.SymInt)}
+    state = first.new_zeros(())
+    _, *stacked = scan_op(fill, [state], [first, edge], (*shared, *symbols.values()))
+    # Not a slice, which would guard on `rows` being at most the rows of the stack.
+    return tuple(x.as_strided((rows, *x.shape[2:]), x.stride()[1:]) for x in stacked)
 
 
 def separate(inputs: Inputs) -> Inputs:

@@ -14,6 +14,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def float32(x):
+    """A Python float argument as float32: it arrives as fp64 from Inductor."""
+    return tl.full([], x, tl.float32)
+
+
+@triton.jit
 def dot(a, b, acc):
     """acc + a @ b in float32; acc None starts at zero."""
     if F32_DOT:
@@ -25,7 +31,7 @@ def dot(a, b, acc):
 @triton.jit
 def tanh(x):
     """tanh of a float32 tensor from exp2, absolute error 6e-8; saturates without NaN."""
-    e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     y = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -y, y)
 
@@ -103,18 +109,37 @@ def e4m3_store(pointer, x, mask):
 
 
 @triton.jit
-def find_request(offsets, count, unit, at):
-    """The last request b in [0, count) with offsets[b] // unit + b <= at.
+def find_request(offsets, count, numerator, unit, at, WAYS: tl.constexpr):
+    """The last request b in [0, count) with offsets[b] * numerator // unit + b <= at; count >= 1.
 
-    With tiles of `unit` rows, request b of a packed batch may use the tile ids from
-    offsets[b] // unit + b on: ceil(length / unit) of them, disjoint from the next request's.
+    With tiles of `unit` rows, `numerator` rows a token, request b of a packed batch may use the
+    tile ids from offsets[b] * numerator // unit + b on: they are enough for its rows and end
+    before those of the next request. Every step looks at WAYS requests at once.
     """
     low = 0
-    high = count - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(offsets + middle) // unit + middle <= at:
-            low = middle
-        else:
-            high = middle - 1
+    while count > 1:
+        step = (count + WAYS - 1) // WAYS
+        probe = low + tl.arange(0, WAYS) * step
+        inside = tl.arange(0, WAYS) * step < count
+        first = tl.load(offsets + probe, mask=inside, other=0).to(tl.int64)
+        base = first * numerator // unit + probe
+        taken = tl.sum((inside & (base <= at)).to(tl.int32), 0) - 1
+        taken = tl.maximum(taken, 0)
+        low += taken * step
+        count = tl.minimum(step, count - taken * step)
+    return low
+
+
+@triton.jit
+def last_not_after(offsets, count, at, WAYS: tl.constexpr):
+    """The last index i < count with offsets[i] <= at."""
+    low = 0
+    while count > 1:
+        step = (count + WAYS - 1) // WAYS
+        probe = tl.arange(0, WAYS) * step
+        inside = probe < count
+        start = tl.load(offsets + low + probe, mask=inside, other=0)
+        taken = tl.maximum(tl.sum((inside & (start <= at)).to(tl.int32), 0) - 1, 0)
+        low += taken * step
+        count = tl.minimum(step, count - taken * step)
     return low

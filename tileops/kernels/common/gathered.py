@@ -137,6 +137,7 @@ def attend_gathered(
             tile,
             [((heads, value_dim), q.dtype, 0.0)],
             into=(out,),
+            frame=8 * TILE,
         )
     if o is not out:
         out.copy_(o)

@@ -105,6 +105,7 @@ def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
             tile,
             [((keys, groups), torch.float32, -INF)],
             into=(rows,),
+            frame=64,
         )
     if logits is not rows:
         rows.copy_(logits)

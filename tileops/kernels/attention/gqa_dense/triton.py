@@ -1,0 +1,37 @@
+"""Dense GQA on GPUs: requests of one length, laid end to end."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tileops.kernels.common.gqa_hooks import score_scale
+from tileops.kernels.common.triton_gqa import Keys, Queries, Scores, attend
+from tileops.kernels.common.triton_rope import rotated
+
+
+def gqa_dense_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
+    """Fill o [B, S_q, H, D] and lse [B, H, S_q]."""
+    o, lse = out
+    q, k = call.q, call.k
+    if call.pos_encoding_mode == "rope":
+        q, k = rotated(q, call, None, None), rotated(k, call, None, None)
+    attend(
+        o.flatten(0, 1),
+        lse,
+        Queries(q.flatten(0, 1), q.shape[0], q.shape[1]),
+        Keys(k.flatten(0, 1), call.v.flatten(0, 1), k.shape[1]),
+        Scores(
+            score_scale(call),
+            call.is_causal,
+            call.window_size_left,
+            call.window_size_right,
+            call.softcap,
+            call.q_scale,
+            call.k_scale,
+            call.v_scale,
+        ),
+    )
+
+
+def gqa_dense_bwd_refusal(call: Any) -> str:
+    return "has no backward yet"

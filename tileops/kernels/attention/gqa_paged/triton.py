@@ -1,0 +1,43 @@
+"""Paged GQA on GPUs: keys through the page table, rotated as they are read."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tileops.kernels.common.gqa_hooks import score_scale
+from tileops.kernels.common.triton_gqa import Keys, Queries, Scores, attend
+
+
+def gqa_paged_fwd(out: Tensor, call: Any) -> None:
+    """Fill o [T_q, H, D]."""
+    page = call.k_pages.shape[1]
+    table = call.page_table
+    rope = call.pos_encoding_mode == "rope"
+    attend(
+        out,
+        None,
+        Queries(call.q, table.shape[0], 0, call.cu_seqlens_q),
+        Keys(
+            call.k_pages.flatten(0, 1),
+            call.v_pages.flatten(0, 1),
+            table.shape[1] * page,
+            page=page,
+            table=table,
+            lengths=call.cache_seqlens,
+        ),
+        Scores(
+            score_scale(call),
+            call.is_causal,
+            call.window_size_left,
+            call.window_size_right,
+            call.softcap,
+            call.q_scale,
+            call.k_scale,
+            call.v_scale,
+            call.sinks,
+            call.rope_cos,
+            call.rope_sin,
+            (call.rotary_dim or call.q.shape[-1]) if rope else 0,
+            call.rope_layout == "neox",
+        ),
+    )

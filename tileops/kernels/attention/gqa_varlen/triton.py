@@ -1,0 +1,39 @@
+"""Packed GQA on GPUs: requests behind offsets, found by every tile for itself."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tileops.kernels.common.gqa_hooks import score_scale
+from tileops.kernels.common.triton_gqa import Keys, Queries, Scores, attend
+from tileops.kernels.common.triton_rope import rotated
+
+
+def gqa_varlen_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
+    """Fill o [T_q, H, D] and lse [H, T_q]."""
+    o, lse = out
+    q, k = call.q, call.k
+    offsets_q, offsets_kv = call.cu_seqlens_q.contiguous(), call.cu_seqlens_kv.contiguous()
+    if call.pos_encoding_mode == "rope":
+        q, k = rotated(q, call, offsets_q, offsets_kv), rotated(k, call, offsets_kv, offsets_kv)
+    attend(
+        o,
+        lse,
+        Queries(q, offsets_q.shape[0] - 1, 0, offsets_q),
+        Keys(k, call.v, k.shape[0], offsets_kv),
+        Scores(
+            score_scale(call),
+            call.is_causal,
+            call.window_size_left,
+            call.window_size_right,
+            call.softcap,
+            call.q_scale,
+            call.k_scale,
+            call.v_scale,
+            call.sinks,
+        ),
+    )
+
+
+def gqa_varlen_bwd_refusal(call: Any) -> str:
+    return "has no backward yet"

@@ -1,0 +1,249 @@
+"""Launching grouped-query attention: which tiles, how many splits, for which keys."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tileops.kernels.common.launch import e4m3_argument, launch, machine, native_e4m3, rows
+from tileops.kernels.common.machine import Machine, configuration
+from tileops.kernels.common.triton_attention import attention_kernel, combine_kernel
+
+FAR = 2**30  # no sequence is longer: a window this wide is none
+L2_BYTES = 2**25  # of keys and values that stay in the L2 cache while a section runs
+SPLIT_KEYS = 256  # a split has at least so many keys
+MAX_SPLITS = 128
+WAYS = 128
+COMBINED = 16  # splits joined at a time
+
+
+class Queries(NamedTuple):
+    """Rows q [tokens, H, D] of requests: packed behind offsets, or `length` tokens each."""
+
+    q: Tensor
+    requests: Any
+    length: Any
+    offsets: Tensor | None = None
+
+
+class Keys(NamedTuple):
+    """Keys and values by request.
+
+    Packed k, v [T_kv, H_kv, D] behind offsets; or dense, `length` each; or pools
+    [N_kv, H_kv, D] of pages of `page` rows behind table [B, W], lengths [B] of them used.
+    appended: lengths do not count the tokens of q.
+    fresh: the keys and values of q's tokens, packed like q, where the pool's are not to be used.
+    """
+
+    k: Tensor
+    v: Tensor
+    length: Any
+    offsets: Tensor | None = None
+    page: int = 0
+    table: Tensor | None = None
+    lengths: Tensor | None = None
+    appended: bool = False
+    fresh: tuple[Tensor, Tensor] | None = None
+
+
+class Scores(NamedTuple):
+    """The options of a row; scales as `attention_kernel` wants them."""
+
+    scale: float
+    is_causal: bool
+    left: int = -1
+    right: int = -1
+    softcap: float | None = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    sinks: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    rotary: int = 0
+    neox: bool = True
+
+
+def tiles_wanted(small: Any, limit: Any) -> list[tuple[str, Any]]:
+    """[(shape of tiles, 1 or 0)]: narrow ones for at most `limit` rows, else wide ones.
+
+    A traced program holds both and switches by arithmetic; eager launches one.
+    """
+    if isinstance(small, int) and isinstance(limit, int):
+        return [("narrow", 1)] if small <= limit else [("wide", 1)]
+    narrow = torch.sym_min(torch.sym_max(limit + 1 - small, 0), 1)
+    return [("narrow", narrow), ("wide", 1 - narrow)]
+
+
+def splits_wanted(programs: Any, slots: int, keys: Any) -> Any:
+    """How many parts each tile's keys are walked in, to give every slot of the machine work."""
+    at_most = torch.sym_min(MAX_SPLITS, (keys + SPLIT_KEYS - 1) // SPLIT_KEYS)
+    wanted = slots // torch.sym_max(programs, 1)
+    return torch.sym_max(torch.sym_min(wanted, at_most), 1)
+
+
+def numbers_for(shape: str, device: Machine, dim: int, group: int) -> dict[str, int]:
+    """Tile sizes, warps, stages and programs per multiprocessor."""
+    block_d = max(16, triton.next_power_of_2(dim))
+    numbers = dict(configuration(f"attention_{shape}", f"d{block_d}", device))
+    if shape == "narrow":
+        # Four tokens of a request fit a tile of at most 64 rows, so that speculated tokens
+        # share the keys; a wide group at least shares them among its heads.
+        heads = triton.next_power_of_2(group)
+        numbers["BLOCK_M"] = min(max(16, min(4 * heads, 64), heads), numbers["BLOCK_M"])
+    return numbers
+
+
+def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: Scores) -> None:
+    """Fill o [tokens, H, D] and lse ([H, tokens], dense [B, H, S_q]), where there is one."""
+    q = queries.q
+    tokens = q.shape[0]
+    heads, dim = q.shape[1:]
+    heads_kv = keys.k.shape[1]
+    group = heads // heads_kv
+    device = machine(q)
+    packed = queries.offsets is not None
+    narrow_rows = numbers_for("narrow", device, dim, group)["BLOCK_M"]
+    if packed:
+        small, limit = tokens, queries.requests * max(narrow_rows // group, 1)
+    else:
+        small, limit = queries.length * group, narrow_rows
+    for shape, active in tiles_wanted(small, limit):
+        numbers = numbers_for(shape, device, dim, group)
+        block_m = numbers["BLOCK_M"]
+        if packed:
+            tiles = (tokens * group // block_m + queries.requests + 1) * active
+            programs = tiles * heads_kv
+        else:
+            tiles = (queries.length * group + block_m - 1) // block_m * active
+            programs = tiles * heads_kv * queries.requests
+        slots = device.processors * numbers.pop("programs")
+        splits = splits_wanted(programs, slots, keys.length)
+        _launch(o, lse, queries, keys, scores, numbers, tiles, programs, splits)
+
+
+def _launch(
+    o: Tensor,
+    lse: Tensor | None,
+    queries: Queries,
+    keys: Keys,
+    scores: Scores,
+    numbers: dict[str, int],
+    tiles: Any,
+    programs: Any,
+    splits: Any,
+) -> None:
+    q, q_row = rows(queries.q)
+    k, k_row = rows(keys.k)
+    v, v_row = rows(keys.v)
+    tokens, (heads, dim) = q.shape[0], q.shape[1:]
+    heads_kv = k.shape[1]
+    fresh = keys.fresh is not None
+    (k_new, k_new_row), (v_new, v_new_row) = map(rows, keys.fresh or (k, v))
+    packed = queries.offsets is not None
+    block_d = max(16, triton.next_power_of_2(dim))
+    # With one split nothing is parted: a buffer without elements.
+    parts = splits * torch.sym_min(splits - 1, 1)
+    partial_o = q.new_empty((parts, tokens, heads, dim), dtype=torch.float32)
+    partial_lse = q.new_empty((parts, tokens, heads), dtype=torch.float32)
+    right = min(scores.right, FAR) if 0 <= scores.right < FAR else -1
+    sinks = scores.sinks
+    element = k.dtype.itemsize * 2 * dim
+    section = torch.sym_max(L2_BYTES // torch.sym_max(keys.length * element, 1), 1)
+    kv_scaled = 0 if scores.k_scale is None else 2 if scores.k_scale.dim() == 1 else 1
+    warps, stages = numbers.pop("warps"), numbers.pop("stages")
+    q8 = e4m3_argument(q)
+    launch(
+        attention_kernel,
+        (programs, splits),
+        q8,
+        e4m3_argument(k),
+        e4m3_argument(v),
+        o,
+        o if lse is None else lse,
+        partial_o,
+        partial_lse,
+        _or(queries.offsets, q8),
+        _or(keys.offsets, q8),
+        _or(keys.lengths, q8),
+        _or(keys.table, q8),
+        _or(scores.q_scale, q8),
+        _or(scores.k_scale, q8),
+        _or(scores.v_scale, q8),
+        _or(sinks, q8),
+        _or(scores.cos, q8),
+        _or(scores.sin, q8),
+        k_new if fresh else q8,
+        v_new if fresh else q8,
+        scores.scale,
+        scores.softcap or 0.0,
+        queries.requests,
+        tokens,
+        queries.length,
+        keys.length,
+        0 if keys.table is None else keys.table.shape[1],
+        tiles,
+        section,
+        splits,
+        PACKED=packed,
+        PAGE=keys.page,
+        APPENDED=keys.appended,
+        FRESH=fresh,
+        HEADS_KV=heads_kv,
+        GROUP=heads // heads_kv,
+        D=dim,
+        Q_ROW=q_row,
+        K_ROW=k_row,
+        V_ROW=v_row,
+        K_NEW_ROW=k_new_row,
+        V_NEW_ROW=v_new_row,
+        LEFT=scores.left if scores.left < FAR else -1,
+        RIGHT=0 if scores.is_causal else right,
+        HAS_CAP=bool(scores.softcap),
+        HAS_SINKS=sinks is not None,
+        HAS_LSE=lse is not None,
+        ROTARY=scores.rotary,
+        NEOX=scores.neox,
+        Q8=queries.q.dtype.itemsize == 1,
+        K8=keys.k.dtype.itemsize == 1,
+        V8=keys.v.dtype.itemsize == 1,
+        NATIVE=native_e4m3(q),
+        Q_SCALED=scores.q_scale is not None,
+        KV_SCALED=kv_scaled,
+        BLOCK_D=block_d,
+        WAYS=WAYS,
+        warps=warps,
+        stages=stages,
+        **numbers,
+    )
+    if isinstance(splits, int) and splits == 1:
+        return
+    # Traced with one split there is nothing to combine: the grid is empty.
+    combined = tokens * torch.sym_min(splits - 1, 1)
+    launch(
+        combine_kernel,
+        (combined * heads,),
+        partial_o,
+        partial_lse,
+        o,
+        o if lse is None else lse,
+        _or(sinks, o),
+        combined,
+        queries.length,
+        splits,
+        PACKED=packed,
+        HEADS=heads,
+        D=dim,
+        HAS_SINKS=sinks is not None,
+        HAS_LSE=lse is not None,
+        BLOCK_D=block_d,
+        BLOCK_S=COMBINED,
+        warps=4,
+        stages=2,
+    )
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A tensor argument that may be absent."""
+    return other if tensor is None else tensor.contiguous()
