@@ -1,0 +1,1 @@
+"""Tests on CUDA tensors: `pytest -m gpu tests/gpu -n 8 --dist loadgroup`."""

@@ -1,0 +1,27 @@
+"""Everything here is marked `gpu`, and skipped where there is none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+# Other versions of torch and Triton run here; what they warn about is not ours.
+THEIR_WARNINGS = pytest.mark.filterwarnings("default")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(NO_GPU)
+            item.add_marker(THEIR_WARNINGS)
+
+
+@pytest.fixture(autouse=True)
+def room():
+    """Memory that a test cached is free for the other workers."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
