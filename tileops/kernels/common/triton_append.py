@@ -16,18 +16,16 @@ def quotient(x, scale):
 
     x: float32 of 16-bit values; scale: a float32 scalar between LEAST_SCALE and MOST_SCALE.
     Markstein's division: with the correctly rounded reciprocal, the first correction leaves an
-    estimate within one unit in the last place, which makes the second exact. A zero, an
-    infinity, NaN and a quotient that underflows stay what the first product is: e4m3 makes the
-    same of them as of the exact quotient. A division of its own per element would cost more
-    than moving it.
+    estimate within one unit in the last place, which makes the second exact. A zero, NaN, and
+    what overflows or underflows stay what the first product is: e4m3 makes the same of them as
+    of the exact quotient. A division of its own per element would cost more than moving it.
     """
     reciprocal = tl.math.div_rn(1.0, scale)
     negative = -scale
-    estimate = x * reciprocal
-    left = tl.fma(estimate, negative, x)
-    better = tl.fma(left, reciprocal, estimate)
-    better = tl.fma(tl.fma(better, negative, x), reciprocal, better)
-    return tl.where(tl.abs(left) < tl.abs(x), better, estimate)
+    first = x * reciprocal
+    second = tl.fma(tl.fma(first, negative, x), reciprocal, first)
+    left = tl.fma(second, negative, x)
+    return tl.where(tl.abs(left) < tl.abs(x), tl.fma(left, reciprocal, second), first)
 
 
 @triton.jit
