@@ -8,7 +8,7 @@ from ops_registry.contract import register
 from ops_registry.targets import Target
 from tileops.op import Op
 
-KERNELS = ("reference",)
+KERNELS = ("triton", "reference")
 
 register(
     NSA_VARLEN_FWD, infer_nsa_varlen_fwd, KERNELS, package="tileops.kernels.attention.nsa_varlen"

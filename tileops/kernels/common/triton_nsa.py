@@ -57,9 +57,7 @@ def token_tile(offsets, requests, tokens, tile, TOKENS: tl.constexpr, WAYS: tl.c
 
 
 @triton.jit
-def load_rows(
-    row, live, start, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
-):
+def load_rows(row, live, start, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     """Columns [start, start + BLOCK_D) of rows behind pointers row [M], 0 past D.
 
     MASKED: rows that are not live [M] are zeros, and not read.
@@ -159,9 +157,7 @@ def attend_block(
 
 
 @triton.jit
-def store_rows(
-    row, live, start, x, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def store_rows(row, live, start, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store x [M, BLOCK_D] to columns from `start` on of the live rows behind pointers row [M]."""
     column = start + tl.arange(0, BLOCK_D)
     keep = live[:, None] & (column < D)[None, :]
