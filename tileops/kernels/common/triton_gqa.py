@@ -1,12 +1,21 @@
 """Launching grouped-query attention: which tiles, how many splits, for which keys."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from tileops.kernels.common.launch import e4m3_argument, launch, machine, native_e4m3, rows
+from tileops.kernels.common.launch import (
+    e4m3_argument,
+    larger,
+    launch,
+    machine,
+    native_e4m3,
+    padded,
+    rows,
+    smaller,
+)
 from tileops.kernels.common.machine import Machine, configuration
 from tileops.kernels.common.triton_attention import attention_kernel, combine_kernel
 
@@ -72,27 +81,30 @@ def tiles_wanted(small: Any, limit: Any) -> list[tuple[str, Any]]:
     """
     if isinstance(small, int) and isinstance(limit, int):
         return [("narrow", 1)] if small <= limit else [("wide", 1)]
-    narrow = torch.sym_min(torch.sym_max(limit + 1 - small, 0), 1)
+    narrow = smaller(larger(limit + 1 - small, 0), 1)
     return [("narrow", narrow), ("wide", 1 - narrow)]
 
 
 def splits_wanted(programs: Any, slots: int, keys: Any) -> Any:
     """How many parts each tile's keys are walked in, to give every slot of the machine work."""
-    at_most = torch.sym_min(MAX_SPLITS, (keys + SPLIT_KEYS - 1) // SPLIT_KEYS)
-    wanted = slots // torch.sym_max(programs, 1)
-    return torch.sym_max(torch.sym_min(wanted, at_most), 1)
+    at_most = smaller(MAX_SPLITS, (keys + SPLIT_KEYS - 1) // SPLIT_KEYS)
+    wanted = slots // larger(programs, 1)
+    return larger(smaller(wanted, at_most), 1)
 
 
-def numbers_for(shape: str, device: Machine, dim: int, group: int) -> dict[str, int]:
+def numbers_for(shape: str, device: Machine, dim: int, group: int) -> Mapping[str, int]:
     """Tile sizes, warps, stages and programs per multiprocessor."""
-    block_d = max(16, triton.next_power_of_2(dim))
-    numbers = dict(configuration(f"attention_{shape}", f"d{block_d}", device))
-    if shape == "narrow":
-        # Four tokens of a request fit a tile of at most 64 rows, so that speculated tokens
-        # share the keys; a wide group at least shares them among its heads.
-        heads = triton.next_power_of_2(group)
-        numbers["BLOCK_M"] = min(max(16, min(4 * heads, 64), heads), numbers["BLOCK_M"])
-    return numbers
+    return _fitted(configuration(f"attention_{shape}", f"d{padded(dim)}", device), shape, group)
+
+
+def _fitted(numbers: Mapping[str, int], shape: str, group: int) -> Mapping[str, int]:
+    if shape == "wide":
+        return numbers
+    # Four tokens of a request fit a tile of at most 64 rows, so that speculated tokens share
+    # the keys; a wide group at least shares them among its heads.
+    heads = padded(group)
+    wanted = max(min(4 * (1 << (group - 1).bit_length()), 64), heads)
+    return {**numbers, "BLOCK_M": min(max(16, wanted), numbers["BLOCK_M"])}
 
 
 def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: Scores) -> None:
@@ -118,7 +130,7 @@ def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: 
         else:
             tiles = (queries.length * group + block_m - 1) // block_m * active
             programs = tiles * heads_kv * queries.requests
-        slots = device.processors * numbers.pop("programs")
+        slots = device.processors * numbers["programs"]
         splits = splits_wanted(programs, slots, keys.length)
         _launch(o, lse, queries, keys, scores, numbers, tiles, programs, splits)
 
@@ -129,7 +141,7 @@ def _launch(
     queries: Queries,
     keys: Keys,
     scores: Scores,
-    numbers: dict[str, int],
+    numbers: Mapping[str, int],
     tiles: Any,
     programs: Any,
     splits: Any,
@@ -142,17 +154,16 @@ def _launch(
     fresh = keys.fresh is not None
     (k_new, k_new_row), (v_new, v_new_row) = map(rows, keys.fresh or (k, v))
     packed = queries.offsets is not None
-    block_d = max(16, triton.next_power_of_2(dim))
+    block_d = padded(dim)
     # With one split nothing is parted: a buffer without elements.
-    parts = splits * torch.sym_min(splits - 1, 1)
+    parts = splits * smaller(splits - 1, 1)
     partial_o = q.new_empty((parts, tokens, heads, dim), dtype=torch.float32)
     partial_lse = q.new_empty((parts, tokens, heads), dtype=torch.float32)
     right = min(scores.right, FAR) if 0 <= scores.right < FAR else -1
     sinks = scores.sinks
     element = k.dtype.itemsize * 2 * dim
-    section = torch.sym_max(L2_BYTES // torch.sym_max(keys.length * element, 1), 1)
+    section = larger(L2_BYTES // larger(keys.length * element, 1), 1)
     kv_scaled = 0 if scores.k_scale is None else 2 if scores.k_scale.dim() == 1 else 1
-    warps, stages = numbers.pop("warps"), numbers.pop("stages")
     q8 = e4m3_argument(q)
     launch(
         attention_kernel,
@@ -212,15 +223,17 @@ def _launch(
         Q_SCALED=scores.q_scale is not None,
         KV_SCALED=kv_scaled,
         BLOCK_D=block_d,
+        BLOCK_M=numbers["BLOCK_M"],
+        BLOCK_N=numbers["BLOCK_N"],
+        TILES=numbers["TILES"],
         WAYS=WAYS,
-        warps=warps,
-        stages=stages,
-        **numbers,
+        warps=numbers["warps"],
+        stages=numbers["stages"],
     )
     if isinstance(splits, int) and splits == 1:
         return
     # Traced with one split there is nothing to combine: the grid is empty.
-    combined = tokens * torch.sym_min(splits - 1, 1)
+    combined = tokens * smaller(splits - 1, 1)
     launch(
         combine_kernel,
         (combined * heads,),

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tileops.kernels.common.device import e4m3_load, last_not_after
-from tileops.kernels.common.launch import e4m3_argument, launch, native_e4m3, rows
+from tileops.kernels.common.launch import e4m3_argument, launch, native_e4m3, padded, rows
 
 ROWS = 32  # (token, head) pairs of one program of the pre-pass
 WAYS = 128
@@ -154,7 +154,7 @@ def rotated(x: Tensor, call: Any, offsets: Tensor | None, offsets_kv: Tensor | N
     packed = offsets is not None
     tokens = x.shape[0] if packed else x.shape[0] * x.shape[1]
     source, row = rows(x)
-    block_d = max(16, triton.next_power_of_2(dim))
+    block_d = padded(dim)
     launch(
         rotate_kernel,
         ((tokens * heads + ROWS - 1) // ROWS,),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tileops.kernels.common.device import e4m3_store, last_not_after
 from tileops.kernels.common.gqa_hooks import score_scale
-from tileops.kernels.common.launch import e4m3_argument, launch, rows
+from tileops.kernels.common.launch import e4m3_argument, launch, padded, rows
 from tileops.kernels.common.triton_gqa import WAYS, Keys, Queries, Scores, attend
 from tileops.kernels.common.triton_rope import load_rows
 
@@ -188,7 +188,7 @@ def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
         HEADS=heads,
         HEADS_KV=heads_kv,
         D=dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_D=padded(dim),
         Q_ROW=q_row,
         K_ROW=k_row,
         V_ROW=v_row,
