@@ -1,0 +1,41 @@
+"""Gradients of dense GQA on GPUs: requests of one length, laid end to end."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tileops.kernels.common.gqa_hooks import score_scale
+from tileops.kernels.common.triton_gqa_backward import (
+    Forward,
+    Requests,
+    Scores,
+    attend_backward,
+)
+from tileops.kernels.common.triton_rope import rotated
+
+
+def gqa_dense_bwd(out: tuple[Tensor, Tensor, Tensor], call: Any) -> None:
+    """Fill dq [B, S_q, H, D], dk and dv [B, S_kv, H_kv, D]."""
+    q, k = call.q, call.k
+    rope = call.pos_encoding_mode == "rope"
+    if rope:
+        q, k = rotated(q, call, None, None), rotated(k, call, None, None)
+    dq, dk, dv = out
+    attend_backward(
+        (dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)),
+        None,
+        Forward(*(x.flatten(0, 1) for x in (q, k, call.v, call.o, call.do)), call.lse),
+        Requests(q.shape[0], q.shape[1], k.shape[1]),
+        Scores(
+            score_scale(call),
+            call.is_causal,
+            call.window_size_left,
+            call.window_size_right,
+            call.softcap,
+            None,
+            call.rope_cos,
+            call.rope_sin,
+            (call.rotary_dim or q.shape[-1]) if rope else 0,
+            call.rope_layout == "neox",
+        ),
+    )
