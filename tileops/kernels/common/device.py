@@ -71,6 +71,15 @@ def softmax_step(scores, top, total, scale, MASKED: tl.constexpr):
 
 
 @triton.jit
+def e4m3_value(byte):
+    """The float32 value of a float8_e4m3fn byte."""
+    bits = byte.to(tl.int16)
+    # The exponent of e4m3 in the exponent of float16: 8 too small, subnormals included.
+    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
 def e4m3_load(pointer, mask, dtype: tl.constexpr, NATIVE: tl.constexpr):
     """Load float8_e4m3fn values as `dtype` (float16, bfloat16 or float32), exactly; 0 if masked.
 
@@ -79,11 +88,7 @@ def e4m3_load(pointer, mask, dtype: tl.constexpr, NATIVE: tl.constexpr):
     if NATIVE:
         return tl.load(pointer, mask=mask, other=0.0).to(dtype)
     byte = tl.load(pointer.to(tl.pointer_type(tl.uint8), bitcast=True), mask=mask, other=0)
-    bits = byte.to(tl.int16)
-    # The exponent of e4m3 in the exponent of float16: 8 too small, subnormals included.
-    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    value = half.to(tl.float32) * 256.0
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(dtype)
+    return e4m3_value(byte).to(dtype)
 
 
 @triton.jit

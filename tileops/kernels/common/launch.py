@@ -121,6 +121,11 @@ def rows(x: Tensor) -> tuple[Tensor, int]:
     return x.contiguous(), x.shape[-1] * x.shape[-2]
 
 
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Device memory of one launch, for the tensor descriptors that its programs make."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -175,6 +180,8 @@ def _run(
     stages: int,
     device: int,
 ) -> None:
+    if constexprs.get("TILES"):
+        triton.set_allocator(_scratch)
     key = (kernel, device, warps, stages, *constexprs.values(), *map(_type_of, args))
     found = _compiled.get(key)
     if found is None:

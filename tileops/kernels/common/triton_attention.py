@@ -27,20 +27,29 @@ from tileops.kernels.common.triton_rope import load_rotated_rows, load_rows
 
 @triton.jit
 def key_rows(
-    start, kv_start, kv_len, table, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr
+    start, kv_start, kv_len, table, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr
 ):
     """Rows [BLOCK_N] int64 of keys start, start + 1, ...; table is that of the request."""
+    # No early returns: Triton compiles what follows one even behind a constexpr.
     key = start + tl.arange(0, BLOCK_N)
-    if PAGE == 0:
-        return kv_start + key
     if PAGE % BLOCK_N == 0:
-        page = tl.load(table + start // PAGE).to(tl.int64)
-        return page * PAGE + start % PAGE + tl.arange(0, BLOCK_N)
-    if MASKED:
+        row = first_row(start, kv_start, table, PAGE) + tl.arange(0, BLOCK_N)
+    elif TAIL:
         page = tl.load(table + key // PAGE, mask=key < kv_len, other=0)
+        row = page.to(tl.int64) * PAGE + key % PAGE
     else:
-        page = tl.load(table + key // PAGE)
-    return page.to(tl.int64) * PAGE + key % PAGE
+        row = tl.load(table + key // PAGE).to(tl.int64) * PAGE + key % PAGE
+    return row
+
+
+@triton.jit
+def first_row(start, kv_start, table, PAGE: tl.constexpr):
+    """The row of key `start`, which begins a block that no page edge divides."""
+    if PAGE == 0:
+        row = kv_start + start
+    else:
+        row = tl.load(table + start // PAGE).to(tl.int64) * PAGE + start % PAGE
+    return row
 
 
 @triton.jit
@@ -54,8 +63,7 @@ def attend_range(
     end,
     k,
     v,
-    head_k,
-    head_v,
+    head,
     kv_start,
     kv_len,
     table,
@@ -66,6 +74,7 @@ def attend_range(
     k_tiles,
     v_tiles,
     MASKED: tl.constexpr,
+    TAIL: tl.constexpr,
     PAGE: tl.constexpr,
     TILES: tl.constexpr,
     D: tl.constexpr,
@@ -85,25 +94,27 @@ def attend_range(
 ):
     """Attend rows q [M, BLOCK_D] at positions [M] to keys [begin, end), BLOCK_N at a time.
 
-    scale takes q . k to base-2 logits, or to the argument of the cap's tanh; with a cap it is
-    cap that takes tanh to base-2 logits. dtype: of the weights and values.
+    head: the first column of the KV head. scale takes q . k to base-2 logits, or to the argument
+    of the cap's tanh; with a cap it is cap that takes tanh to base-2 logits. dtype: of the
+    weights and values. MASKED: some row may not see some key. TAIL: keys may lie past kv_len.
     """
     for start in tl.range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         stored = key < kv_len
         if TILES:
-            keys = k_tiles.load([start, 0])
+            row0 = first_row(start, kv_start, table, PAGE).to(tl.int32)
+            keys = k_tiles.load([row0, head])
         else:
-            row = key_rows(start, kv_start, kv_len, table, BLOCK_N, PAGE, MASKED)
-            at = head_k + row * K_ROW
+            row = key_rows(start, kv_start, kv_len, table, BLOCK_N, PAGE, TAIL)
+            at = head + row * K_ROW
             if ROTARY > 0:
                 keys = load_rotated_rows(
                     k, at, stored, key, cos, sin, D, BLOCK_D, ROTARY, NEOX, K8, NATIVE
                 ).to(q.dtype)
             elif K8 and q.dtype == k.dtype.element_ty:
-                keys = load_rows(k, at, stored, D, BLOCK_D, q.dtype, False, True, MASKED)
+                keys = load_rows(k, at, stored, D, BLOCK_D, q.dtype, False, True, TAIL)
             else:
-                keys = load_rows(k, at, stored, D, BLOCK_D, q.dtype, K8, NATIVE, MASKED)
+                keys = load_rows(k, at, stored, D, BLOCK_D, q.dtype, K8, NATIVE, TAIL)
         scores = dot(q, tl.trans(keys), None)
         factor = scale
         if HAS_CAP:
@@ -114,13 +125,73 @@ def attend_range(
             scores = tl.where(seen, scores, float("-inf"))
         weights, fade, top, total = softmax_step(scores, top, total, factor, MASKED)
         if TILES:
-            values = v_tiles.load([start, 0])
+            values = v_tiles.load([row0, head])
+            if TAIL:
+                values = tl.where(stored[:, None], values, 0.0)
         else:
-            values = load_rows(
-                v, head_v + row * V_ROW, stored, D, BLOCK_D, dtype, V8, NATIVE, MASKED
-            )
+            values = load_rows(v, head + row * V_ROW, stored, D, BLOCK_D, dtype, V8, NATIVE, TAIL)
         acc = dot(weights.to(dtype), values, acc * fade[:, None])
     return acc, top, total
+
+
+@triton.jit
+def locate(
+    program,
+    offsets_q,
+    offsets_kv,
+    lengths,
+    requests,
+    tokens,
+    length_q,
+    length_kv,
+    tiles,
+    section,
+    PACKED: tl.constexpr,
+    PAGE: tl.constexpr,
+    APPENDED: tl.constexpr,
+    HEADS_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """Tile `program`: request, KV head, first row, first token and its count, first key, count.
+
+    Tiles run backwards: under a causal mask the last ones of a request see most keys.
+    """
+    if PACKED:
+        tile = tiles - 1 - program // HEADS_KV
+        r = program % HEADS_KV
+        b = find_request(offsets_q, requests + 1, GROUP, BLOCK_M, tile, WAYS)
+        # Rows past the last request are padding, a request without keys.
+        real = b < requests
+        q_start = tl.load(offsets_q + b).to(tl.int64)
+        q_end = tl.load(offsets_q + b + 1, mask=real, other=0).to(tl.int64)
+        q_end = tl.where(real, q_end, tokens)
+        q_len = (q_end - q_start).to(tl.int32)
+        tile -= (q_start * GROUP // BLOCK_M).to(tl.int32) + b
+        kv_start = q_start * 0
+        if PAGE > 0:
+            kv_len = tl.load(lengths + b, mask=real, other=0)
+            if APPENDED:
+                kv_len = tl.where(real, kv_len + q_len, 0)
+        else:
+            kv_start = tl.load(offsets_kv + b, mask=real, other=0).to(tl.int64)
+            kv_len = tl.load(offsets_kv + b + 1, mask=real, other=0) - kv_start.to(tl.int32)
+        b = tl.where(real, b, 0)
+    else:
+        pairs = requests * HEADS_KV
+        group = program // (section * tiles)
+        pairs_here = tl.minimum(section, pairs - group * section)
+        place = program - group * section * tiles
+        tile = tiles - 1 - place // pairs_here
+        pair = group * section + place % pairs_here
+        b = pair // HEADS_KV
+        r = pair % HEADS_KV
+        q_len = length_q
+        q_start = b.to(tl.int64) * length_q
+        kv_start = b.to(tl.int64) * length_kv
+        kv_len = tl.load(lengths + b) if PAGE > 0 else length_kv
+    return b, r, tile * BLOCK_M, q_start, q_len, kv_start, kv_len
 
 
 @triton.jit
@@ -146,8 +217,10 @@ def normaliser(top, total, sink, HAS_SINK: tl.constexpr):
         "tokens",
         "length_q",
         "length_kv",
+        "rows_kv",
         "width",
         "tiles",
+        "programs",
         "section",
         "splits",
     ]
@@ -178,8 +251,10 @@ def attention_kernel(
     tokens,
     length_q,
     length_kv,
+    rows_kv,
     width,
     tiles,
+    programs,
     section,
     splits,
     PACKED: tl.constexpr,
@@ -213,10 +288,11 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """o, or its parts, for one tile of (token, query head) rows of one KV head.
+    """o, or its parts, for tiles of (token, query head) rows of one KV head.
 
-    tiles: of a request (dense), or of the whole batch (PACKED). section: (request, KV head)
-        pairs whose keys fit the L2 cache together, dense only.
+    tiles: of a request (dense), or of the whole batch (PACKED). programs: tiles of all KV heads.
+    section: (request, KV head) pairs whose keys fit the L2 cache together, dense only.
+    rows_kv: of k and v. splits: parts in which the keys of a tile are walked.
     PACKED: offsets_q [requests + 1] delimits the requests of q [tokens, H, D].
     PAGE: rows of a page behind table [requests, width], 0 for keys without pages: packed behind
         offsets_kv, or dense.
@@ -224,202 +300,162 @@ def attention_kernel(
     FRESH: the keys of q's tokens are in k_new and v_new, not in the pool.
     Q_SCALED: q_scale [requests, HEADS_KV] is there. KV_SCALED: k_scale and v_scale are there,
         1 for [requests, HEADS_KV], 2 for [1].
-    TILES: keys are loaded through tensor descriptors.
+    TILES: keys are loaded through tensor descriptors, and a program serves tiles in turn.
     """
     HEADS: tl.constexpr = HEADS_KV * GROUP
-    program = tl.program_id(0)
-    split = tl.program_id(1)
-    if PACKED:
-        # Tiles run backwards: under a causal mask the last ones of a request see most keys.
-        if program >= tiles * HEADS_KV:
-            return
-        tile = tiles - 1 - program // HEADS_KV
-        r = program % HEADS_KV
-        b = find_request(offsets_q, requests + 1, GROUP, BLOCK_M, tile, WAYS)
-        # Rows past the last request are padding, a request without keys.
-        real = b < requests
-        q_start = tl.load(offsets_q + b).to(tl.int64)
-        q_end = tl.load(offsets_q + b + 1, mask=real, other=0).to(tl.int64)
-        q_end = tl.where(real, q_end, tokens)
-        q_len = (q_end - q_start).to(tl.int32)
-        tile -= (q_start * GROUP // BLOCK_M).to(tl.int32) + b
-        kv_start = q_start * 0
-        if PAGE > 0:
-            kv_len = tl.load(lengths + b, mask=real, other=0)
-            if APPENDED:
-                kv_len = tl.where(real, kv_len + q_len, 0)
-        else:
-            kv_start = tl.load(offsets_kv + b, mask=real, other=0).to(tl.int64)
-            kv_len = tl.load(offsets_kv + b + 1, mask=real, other=0) - kv_start.to(tl.int32)
-        b = tl.where(real, b, 0)
-    else:
-        if program >= requests * HEADS_KV * tiles:
-            return
-        pairs = requests * HEADS_KV
-        group = program // (section * tiles)
-        pairs_here = tl.minimum(section, pairs - group * section)
-        place = program - group * section * tiles
-        tile = tiles - 1 - place // pairs_here
-        pair = group * section + place % pairs_here
-        b = pair // HEADS_KV
-        r = pair % HEADS_KV
-        q_len = length_q
-        q_start = b.to(tl.int64) * length_q
-        kv_start = b.to(tl.int64) * length_kv
-        if PAGE > 0:
-            kv_len = tl.load(lengths + b)
-        else:
-            kv_len = length_kv
-    first_row = tile * BLOCK_M
-    if first_row >= q_len * GROUP:
-        return
-
-    row = first_row + tl.arange(0, BLOCK_M)
-    live = row < q_len * GROUP
-    token = row // GROUP
-    head = r * GROUP + row % GROUP
-    shift = kv_len - q_len
-    positions = token + shift
-    q_row = q_start + token
-
     # Q8 calls multiply in e4m3 where the machine can, else in float16, which holds every code.
     if Q8:
         dtype: tl.constexpr = tl.float16
     else:
         dtype: tl.constexpr = q.dtype.element_ty
-    q_at = q_row * Q_ROW + head * D
-    if ROTARY > 0:
-        queries = load_rotated_rows(
-            q, q_at, live & (positions >= 0), positions, cos, sin, D, BLOCK_D, ROTARY, NEOX, Q8,
-            NATIVE,
-        ).to(dtype)  # fmt: skip
-    elif Q8 and K8 and NATIVE:
-        queries = load_rows(q, q_at, live, D, BLOCK_D, q.dtype.element_ty, False, True, True)
-    else:
-        queries = load_rows(q, q_at, live, D, BLOCK_D, dtype, Q8, NATIVE, True)
-
-    logits = float32(scale)
-    if Q_SCALED:
-        logits *= tl.load(q_scale + b * HEADS_KV + r)
-    plain_logits = logits
-    value_scale = 1.0
-    if KV_SCALED == 1:
-        logits *= tl.load(k_scale + b * HEADS_KV + r)
-        value_scale = tl.load(v_scale + b * HEADS_KV + r)
-    if KV_SCALED == 2:
-        logits *= tl.load(k_scale)
-        value_scale = tl.load(v_scale)
-    cap_logits = float32(cap) * LOG2E
-    if HAS_CAP:
-        logits /= float32(cap)
-        plain_logits /= float32(cap)
-    else:
-        logits *= LOG2E
-        plain_logits *= LOG2E
-
-    # The keys some row sees, [low, high), and those that every row sees, [plain_low, plain_high).
-    first_position = first_row // GROUP + shift
-    last_position = tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1) + shift
-    old_len = kv_len
-    if FRESH:
-        old_len = kv_len - q_len
-    low = 0
-    high = old_len
-    plain_low = 0
-    plain_high = old_len
-    if RIGHT >= 0:
-        high = tl.minimum(high, last_position + RIGHT + 1)
-        plain_high = tl.minimum(plain_high, first_position + RIGHT + 1)
-    if LEFT >= 0:
-        low = tl.maximum(first_position - LEFT, 0) // BLOCK_N * BLOCK_N
-        plain_low = tl.maximum(last_position - LEFT, 0)
-    high = tl.maximum(high, low)
-    share = tl.cdiv(tl.cdiv(high - low, BLOCK_N), splits) * BLOCK_N
-    low = tl.minimum(low + split * share, high)
-    high = tl.minimum(low + share, high)
-    plain_low = tl.minimum(tl.maximum(tl.cdiv(plain_low, BLOCK_N) * BLOCK_N, low), high)
-    plain_high = tl.maximum(tl.maximum(plain_high, 0) // BLOCK_N * BLOCK_N, plain_low)
-    plain_high = tl.minimum(plain_high, high)
-
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    head_k = r * D
-    head_v = r * D
-    pages = table + b.to(tl.int64) * width
     k_tiles = 0
     v_tiles = 0
     if TILES:
-        # Rows past the request are zeros, whoever's they are.
         k_tiles = tl.make_tensor_descriptor(
-            k + kv_start * K_ROW + head_k,
-            shape=[tl.maximum(kv_len, 1), D],
-            strides=[K_ROW, 1],
-            block_shape=[BLOCK_N, BLOCK_D],
+            k, shape=[rows_kv, HEADS_KV * D], strides=[K_ROW, 1], block_shape=[BLOCK_N, BLOCK_D]
         )
         v_tiles = tl.make_tensor_descriptor(
-            v + kv_start * V_ROW + head_v,
-            shape=[tl.maximum(kv_len, 1), D],
-            strides=[V_ROW, 1],
-            block_shape=[BLOCK_N, BLOCK_D],
+            v, shape=[rows_kv, HEADS_KV * D], strides=[V_ROW, 1], block_shape=[BLOCK_N, BLOCK_D]
         )
-    if LEFT >= 0:
+    column = tl.arange(0, BLOCK_D)
+    for item in range(tl.program_id(0), programs * splits, tl.num_programs(0)):
+        split = item % splits
+        b, r, low_row, q_start, q_len, kv_start, kv_len = locate(
+            item // splits, offsets_q, offsets_kv, lengths, requests, tokens, length_q, length_kv,
+            tiles, section, PACKED, PAGE, APPENDED, HEADS_KV, GROUP, BLOCK_M, WAYS,
+        )  # fmt: skip
+        row = low_row + tl.arange(0, BLOCK_M)
+        live = row < q_len * GROUP
+        token = row // GROUP
+        head = r * GROUP + row % GROUP
+        shift = kv_len - q_len
+        positions = token + shift
+        q_row = q_start + token
+        q_at = q_row * Q_ROW + head * D
+        if ROTARY > 0:
+            queries = load_rotated_rows(
+                q, q_at, live & (positions >= 0), positions, cos, sin, D, BLOCK_D, ROTARY, NEOX,
+                Q8, NATIVE,
+            ).to(dtype)  # fmt: skip
+        elif Q8 and K8 and NATIVE:
+            queries = load_rows(q, q_at, live, D, BLOCK_D, q.dtype.element_ty, False, True, True)
+        else:
+            queries = load_rows(q, q_at, live, D, BLOCK_D, dtype, Q8, NATIVE, True)
+
+        logits = float32(scale)
+        if Q_SCALED:
+            logits *= tl.load(q_scale + b * HEADS_KV + r)
+        plain_logits = logits
+        value_scale = 1.0
+        if KV_SCALED == 1:
+            logits *= tl.load(k_scale + b * HEADS_KV + r)
+            value_scale = tl.load(v_scale + b * HEADS_KV + r)
+        if KV_SCALED == 2:
+            logits *= tl.load(k_scale)
+            value_scale = tl.load(v_scale)
+        cap_logits = float32(cap) * LOG2E
+        if HAS_CAP:
+            logits /= float32(cap)
+            plain_logits /= float32(cap)
+        else:
+            logits *= LOG2E
+            plain_logits *= LOG2E
+
+        # Keys that some row sees, [low, high), and that every row sees, [plain_low, plain_high);
+        # blocks from tail_low on reach past the last key.
+        first_position = low_row // GROUP + shift
+        last_position = tl.minimum((low_row + BLOCK_M - 1) // GROUP, q_len - 1) + shift
+        old_len = kv_len
+        if FRESH:
+            old_len = kv_len - q_len
+        old_len = tl.where(low_row < q_len * GROUP, old_len, 0)
+        low = 0
+        high = old_len
+        plain_low = 0
+        plain_high = old_len
+        if RIGHT >= 0:
+            high = tl.minimum(high, last_position + RIGHT + 1)
+            plain_high = tl.minimum(plain_high, first_position + RIGHT + 1)
+        if LEFT >= 0:
+            low = tl.maximum(first_position - LEFT, 0) // BLOCK_N * BLOCK_N
+            plain_low = tl.maximum(last_position - LEFT, 0)
+        high = tl.maximum(high, low)
+        share = tl.cdiv(tl.cdiv(high - low, BLOCK_N), splits) * BLOCK_N
+        low = tl.minimum(low + split * share, high)
+        high = tl.minimum(low + share, high)
+        tail_low = tl.minimum(tl.maximum(old_len // BLOCK_N * BLOCK_N, low), high)
+        plain_low = tl.minimum(tl.maximum(tl.cdiv(plain_low, BLOCK_N) * BLOCK_N, low), tail_low)
+        plain_high = tl.maximum(plain_high, 0) // BLOCK_N * BLOCK_N
+        plain_high = tl.minimum(tl.maximum(plain_high, plain_low), tail_low)
+
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        head_at = r * D
+        pages = table + b.to(tl.int64) * width
+        if LEFT >= 0:
+            acc, top, total = attend_range(
+                acc, top, total, queries, positions, low, plain_low, k, v, head_at, kv_start,
+                old_len, pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, True, False, PAGE,
+                TILES, D, K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8, NATIVE,
+                BLOCK_D, BLOCK_N, dtype,
+            )  # fmt: skip
         acc, top, total = attend_range(
-            acc, top, total, queries, positions, low, plain_low, k, v, head_k, head_v, kv_start,
-            old_len, pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, True, PAGE, TILES, D,
+            acc, top, total, queries, positions, plain_low, plain_high, k, v, head_at, kv_start,
+            old_len, pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, False, False, PAGE,
+            TILES, D, K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8, NATIVE, BLOCK_D,
+            BLOCK_N, dtype,
+        )  # fmt: skip
+        if LEFT >= 0 or RIGHT >= 0:
+            acc, top, total = attend_range(
+                acc, top, total, queries, positions, plain_high, tail_low, k, v, head_at,
+                kv_start, old_len, pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, True,
+                False, PAGE, TILES, D, K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8,
+                NATIVE, BLOCK_D, BLOCK_N, dtype,
+            )  # fmt: skip
+        acc, top, total = attend_range(
+            acc, top, total, queries, positions, tail_low, high, k, v, head_at, kv_start, old_len,
+            pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, True, True, PAGE, TILES, D,
             K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8, NATIVE, BLOCK_D, BLOCK_N,
             dtype,
         )  # fmt: skip
-    acc, top, total = attend_range(
-        acc, top, total, queries, positions, plain_low, plain_high, k, v, head_k, head_v,
-        kv_start, old_len, pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, False, PAGE,
-        TILES, D, K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8, NATIVE, BLOCK_D,
-        BLOCK_N, dtype,
-    )  # fmt: skip
-    acc, top, total = attend_range(
-        acc, top, total, queries, positions, plain_high, high, k, v, head_k, head_v, kv_start,
-        old_len, pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, True, PAGE, TILES, D,
-        K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8, NATIVE, BLOCK_D, BLOCK_N,
-        dtype,
-    )  # fmt: skip
-    acc *= value_scale
-    if FRESH:
-        # The new keys, unquantized: packed like q, the last split takes them.
-        new_high = q_len
-        if RIGHT >= 0:
-            new_high = tl.minimum(last_position - shift + RIGHT + 1, q_len)
-        # Padding has no cache to follow: its shift is negative.
-        new_high = tl.where((split == splits - 1) & (shift >= 0), new_high, 0)
-        acc, top, total = attend_range(
-            acc, top, total, queries, token, 0, new_high, k_new, v_new, head_k, head_v, q_start,
-            q_len, pages, cos, sin, plain_logits, cap_logits, k_tiles, v_tiles, True, 0, False,
-            D, K_NEW_ROW, V_NEW_ROW, LEFT, RIGHT, HAS_CAP, 0, NEOX, False, False, NATIVE,
-            BLOCK_D, BLOCK_N, dtype,
-        )  # fmt: skip
+        acc *= value_scale
+        if FRESH:
+            # The new keys, unquantized: packed like q, the last split takes them.
+            new_high = q_len
+            if RIGHT >= 0:
+                new_high = tl.minimum(last_position - shift + RIGHT + 1, q_len)
+            # Padding has no cache to follow: its shift is negative.
+            new_high = tl.where((split == splits - 1) & (shift >= 0), new_high, 0)
+            acc, top, total = attend_range(
+                acc, top, total, queries, token, 0, new_high, k_new, v_new, head_at, q_start,
+                q_len, pages, cos, sin, plain_logits, cap_logits, k_tiles, v_tiles, True, True, 0,
+                False, D, K_NEW_ROW, V_NEW_ROW, LEFT, RIGHT, HAS_CAP, 0, NEOX, False, False,
+                NATIVE, BLOCK_D, BLOCK_N, dtype,
+            )  # fmt: skip
 
-    column = tl.arange(0, BLOCK_D)
-    keep = live[:, None] & (column < D)[None, :]
-    out_row = q_row * HEADS + head
-    if splits == 1:
-        sink = top
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=live, other=0.0) * LOG2E
-        weight, mass = normaliser(top, total, sink, HAS_SINKS)
-        result = (acc * weight[:, None]).to(o.dtype.element_ty)
-        tl.store(o + out_row[:, None] * D + column[None, :], result, mask=keep)
-        if HAS_LSE:
-            if PACKED:
-                at = head.to(tl.int64) * tokens + q_row
-            else:
-                at = (b * HEADS + head).to(tl.int64) * length_q + token
-            tl.store(lse + at, mass * LN2, mask=live)
-    else:
-        weight, mass = normaliser(top, total, top, False)
-        part = split.to(tl.int64) * tokens * HEADS + out_row
-        tl.store(
-            partial_o + part[:, None] * D + column[None, :], acc * weight[:, None], mask=keep
-        )
-        tl.store(partial_lse + part, mass, mask=live)
+        keep = live[:, None] & (column < D)[None, :]
+        out_row = q_row * HEADS + head
+        if splits == 1:
+            sink = top
+            if HAS_SINKS:
+                sink = tl.load(sinks + head, mask=live, other=0.0) * LOG2E
+            weight, mass = normaliser(top, total, sink, HAS_SINKS)
+            result = (acc * weight[:, None]).to(o.dtype.element_ty)
+            tl.store(o + out_row[:, None] * D + column[None, :], result, mask=keep)
+            if HAS_LSE:
+                if PACKED:
+                    at = head.to(tl.int64) * tokens + q_row
+                else:
+                    at = (b * HEADS + head).to(tl.int64) * length_q + token
+                tl.store(lse + at, mass * LN2, mask=live)
+        else:
+            weight, mass = normaliser(top, total, top, False)
+            part = split.to(tl.int64) * tokens * HEADS + out_row
+            tl.store(
+                partial_o + part[:, None] * D + column[None, :], acc * weight[:, None], mask=keep
+            )
+            tl.store(partial_lse + part, mass, mask=live)
 
 
 @triton.jit(do_not_specialize=["tokens", "length_q", "splits"])
@@ -440,7 +476,7 @@ def combine_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """One row of o from partial_o [splits, tokens, HEADS, D] and partial_lse, BLOCK_S at a time."""
+    """One row of o from partial_o [splits, tokens, HEADS, D] and partial_lse, BLOCK_S at once."""
     row = tl.program_id(0).to(tl.int64)
     if row >= tokens * HEADS:
         return

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ops_registry import tracing
 from tileops.kernels.common.launch import (
     e4m3_argument,
     larger,
@@ -107,6 +108,18 @@ def _fitted(numbers: Mapping[str, int], shape: str, group: int) -> Mapping[str, 
     return {**numbers, "BLOCK_M": min(max(16, wanted), numbers["BLOCK_M"])}
 
 
+def tileable(x: Tensor, page: int, block: int) -> bool:
+    """Whether rows x [N, H_kv, D] can be loaded through a tensor descriptor.
+
+    Traced programs use pointers: a descriptor made on the device needs scratch memory that an
+    AOTInductor package does not provide.
+    """
+    dim = x.shape[-1]
+    if tracing.traced(x) or dim != padded(dim) or x.dtype.itemsize != 2 or page % block:
+        return False
+    return x.is_meta or x.data_ptr() % 16 == 0
+
+
 def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: Scores) -> None:
     """Fill o [tokens, H, D] and lse ([H, tokens], dense [B, H, S_q]), where there is one."""
     q = queries.q
@@ -153,6 +166,7 @@ def _launch(
     heads_kv = k.shape[1]
     fresh = keys.fresh is not None
     (k_new, k_new_row), (v_new, v_new_row) = map(rows, keys.fresh or (k, v))
+    device = machine(q)
     packed = queries.offsets is not None
     block_d = padded(dim)
     # With one split nothing is parted: a buffer without elements.
@@ -165,9 +179,13 @@ def _launch(
     section = larger(L2_BYTES // larger(keys.length * element, 1), 1)
     kv_scaled = 0 if scores.k_scale is None else 2 if scores.k_scale.dim() == 1 else 1
     q8 = e4m3_argument(q)
+    tiled = numbers["TILES"] == 1 and all(
+        tileable(x, keys.page, numbers["BLOCK_N"]) for x in (k, v)
+    )
+    items = programs * splits
     launch(
         attention_kernel,
-        (programs, splits),
+        (smaller(items, device.processors * numbers["programs"]) if tiled else items,),
         q8,
         e4m3_argument(k),
         e4m3_argument(v),
@@ -193,8 +211,10 @@ def _launch(
         tokens,
         queries.length,
         keys.length,
+        k.shape[0],
         0 if keys.table is None else keys.table.shape[1],
         tiles,
+        programs,
         section,
         splits,
         PACKED=packed,
@@ -225,7 +245,7 @@ def _launch(
         BLOCK_D=block_d,
         BLOCK_M=numbers["BLOCK_M"],
         BLOCK_N=numbers["BLOCK_N"],
-        TILES=numbers["TILES"],
+        TILES=tiled,
         WAYS=WAYS,
         warps=numbers["warps"],
         stages=numbers["stages"],

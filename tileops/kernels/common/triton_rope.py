@@ -1,4 +1,4 @@
-"""Rotary embedding on the device: rows rotated as they are loaded, and whole tensors before use."""
+"""Rotary embedding on the device: rows rotated as they are loaded, or whole tensors before."""
 
 from typing import Any
 
@@ -35,10 +35,12 @@ def load_rows(
     if MASKED:
         mask = mask & keep[:, None]
     if E4M3:
-        return e4m3_load(pointer, mask, dtype, NATIVE)
-    if MASKED or BLOCK_D != D:
-        return tl.load(pointer, mask=mask, other=0.0).to(dtype)
-    return tl.load(pointer).to(dtype)
+        loaded = e4m3_load(pointer, mask, dtype, NATIVE)
+    elif MASKED or BLOCK_D != D:
+        loaded = tl.load(pointer, mask=mask, other=0.0).to(dtype)
+    else:
+        loaded = tl.load(pointer).to(dtype)
+    return loaded
 
 
 @triton.jit
