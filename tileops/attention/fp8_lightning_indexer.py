@@ -8,7 +8,7 @@ from ops_registry.contract import register
 from ops_registry.targets import Target
 from tileops.op import Op
 
-KERNELS = ("reference",)
+KERNELS = ("triton", "reference")
 
 register(
     FP8_LIGHTNING_INDEXER,
