@@ -1,0 +1,95 @@
+"""The Triton kernels compile for every chip, into its shared memory, without spilling.
+
+What the launchers ask for is recorded on meta tensors and compiled ahead of time: see
+`tests/aot.py`, whose command prints the table of one operator or chip.
+"""
+
+import pytest
+import torch
+
+from ops_registry.contract import CONTRACTS
+from tests import aot, meta_calls
+from tests.triton_target import kernels, triton_cases
+
+FAST = "sm_90"  # the chip of the fast suite
+every_operator = pytest.mark.parametrize("name", kernels())
+every_chip = pytest.mark.parametrize("arch", aot.CHIPS)
+
+
+def test_every_operator_has_calls():
+    assert set(meta_calls.CALLS) == set(CONTRACTS)
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_calls_are_legal_and_served(name):
+    for variant, call in meta_calls.CALLS[name]:
+        aot.infers()[name](call)
+        if name in kernels():
+            for arch, chip in aot.CHIPS.items():
+                reason = aot.refusal(name, call, chip)
+                assert reason is None, f"{variant} on {arch}: {reason}"
+
+
+def check(name, calls, arch, spilling):
+    """Compile what the calls launch, print its table, and judge it."""
+    wanted = [x for call in calls for x in aot.launches(name, call, aot.CHIPS[arch])]
+    problems, limit = [], aot.CHIPS[arch].shared
+    for kernel in aot.distinct(wanted):
+        found = aot.compiled(kernel, arch)
+        print(found)
+        if found.shared > limit * 1024:
+            problems.append(f"more than {limit} KiB of shared memory: {found}")
+        if found.spills and not spilling:
+            problems.append(f"spills registers: {found}")
+    assert wanted and not problems, "\n".join(problems)
+
+
+@every_operator
+def test_plainest_call(name):
+    check(name, [meta_calls.CALLS[name][0][1]], FAST, spilling=False)
+
+
+@pytest.mark.aot
+@every_chip
+@every_operator
+def test_model_shapes(name, arch):
+    check(name, [call for _, call in meta_calls.CALLS[name]], arch, spilling=False)
+
+
+@pytest.mark.aot
+@every_chip
+@every_operator
+def test_options(name, arch):
+    """The options of the cases, at their small and odd dims."""
+    cases = [case for case in triton_cases() if case.contract.name == name]
+    calls = [on_meta(case.call(5)) for case in cases]
+    check(name, calls, arch, spilling=True)
+
+
+def on_meta(call):
+    return type(call)(*(x.to("meta") if torch.is_tensor(x) else x for x in call))
+
+
+@every_operator
+def test_only_a_product_needs_a_matrix_instruction(name):
+    """On Hopper, a plain prefill call runs on the tensor cores of Hopper."""
+    decode = {"gqa_paged_fwd", "mha_decode_paged_fwd"}  # a few queries: smaller than a wgmma
+    if name in decode | {"paged_kv_cache_write"}:
+        pytest.skip("multiplies no tiles of 64 rows")
+    call = meta_calls.CALLS[name][0][1]
+    found = [
+        aot.compiled(kernel, FAST).instruction
+        for kernel in aot.distinct(aot.launches(name, call, aot.CHIPS[FAST]))
+    ]
+    assert "wgmma" in found, found
+
+
+@pytest.mark.parametrize("case", triton_cases(), ids=str)
+def test_launches_do_not_depend_on_lengths(case):
+    """The same kernels serve another length: what is compiled is named by heads and options."""
+    found = []
+    for size in (40, 77):
+        call = on_meta(case.call(size))
+        launched = aot.launches(case.contract.name, call, aot.CHIPS[FAST])
+        found.append({str(aot.specialization(launch)[1:]) for launch in launched})
+    assert found[0] == found[1]
