@@ -5,12 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from tileops.kernels.common.gqa_hooks import score_scale
-from tileops.kernels.common.triton_gqa_backward import (
-    Forward,
-    Requests,
-    Scores,
-    attend_backward,
-)
+from tileops.kernels.common.triton_gqa import Scores
+from tileops.kernels.common.triton_gqa_backward import Forward, Requests, attend_backward
 from tileops.kernels.common.triton_rope import rotated
 
 
@@ -32,10 +28,9 @@ def gqa_dense_bwd(out: tuple[Tensor, Tensor, Tensor], call: Any) -> None:
             call.window_size_left,
             call.window_size_right,
             call.softcap,
-            None,
-            call.rope_cos,
-            call.rope_sin,
-            (call.rotary_dim or q.shape[-1]) if rope else 0,
-            call.rope_layout == "neox",
+            cos=call.rope_cos,
+            sin=call.rope_sin,
+            rotary=(call.rotary_dim or q.shape[-1]) if rope else 0,
+            neox=call.rope_layout == "neox",
         ),
     )

@@ -5,12 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from tileops.kernels.common.gqa_hooks import score_scale
-from tileops.kernels.common.triton_gqa_backward import (
-    Forward,
-    Requests,
-    Scores,
-    attend_backward,
-)
+from tileops.kernels.common.triton_gqa import Scores
+from tileops.kernels.common.triton_gqa_backward import Forward, Requests, attend_backward
 from tileops.kernels.common.triton_rope import rotated
 
 
@@ -21,9 +17,9 @@ def gqa_varlen_bwd(out: tuple[Tensor, Tensor, Tensor, Tensor], call: Any) -> Non
     rope = call.pos_encoding_mode == "rope"
     if rope:
         q, k = rotated(q, call, offsets_q, offsets_kv), rotated(k, call, offsets_kv, offsets_kv)
-    *gradients, dsinks = out
+    dq, dk, dv, dsinks = out
     attend_backward(
-        tuple(gradients),
+        (dq, dk, dv),
         None if call.sinks is None else dsinks,
         Forward(q, k, call.v, call.o, call.do, call.lse),
         Requests(offsets_q.shape[0] - 1, 0, 0, offsets_q, offsets_kv),
@@ -33,10 +29,10 @@ def gqa_varlen_bwd(out: tuple[Tensor, Tensor, Tensor, Tensor], call: Any) -> Non
             call.window_size_left,
             call.window_size_right,
             call.softcap,
-            call.sinks,
-            call.rope_cos,
-            call.rope_sin,
-            (call.rotary_dim or q.shape[-1]) if rope else 0,
-            call.rope_layout == "neox",
+            sinks=call.sinks,
+            cos=call.rope_cos,
+            sin=call.rope_sin,
+            rotary=(call.rotary_dim or q.shape[-1]) if rope else 0,
+            neox=call.rope_layout == "neox",
         ),
     )

@@ -1,0 +1,201 @@
+"""Gradients of grouped-query attention on the device: before and after the contractions.
+
+rows_kernel     levels and deltas, and what the sinks take from each block of tokens
+sinks_kernel    the gradient of the sinks from those shares
+finish_kernel   float32 gradients scaled, rotated back and rounded
+"""
+
+import triton
+import triton.language as tl
+
+from tileops.kernels.common.device import LOG2E, float32
+from tileops.kernels.common.triton_tiles import gathered, seat, spread_spot, spread_spots
+
+
+@triton.jit(do_not_specialize=["requests", "tokens", "length_q", "blocks"])
+def rows_kernel(
+    o,
+    do,
+    lse,
+    sinks,
+    levels,
+    deltas,
+    shares,
+    offsets_q,
+    requests,
+    tokens,
+    length_q,
+    blocks,
+    PACKED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HEADS_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    O_ROW: tl.constexpr,
+    DO_ROW: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """levels and deltas [H_kv, tokens, g] of BLOCK_T tokens of one KV head.
+
+    lse: [H, tokens] (PACKED) or [B, H, length_q], natural, without the sinks' share. A row that
+    sees no key gets level +inf, which makes all its weights 0.
+    shares [H, blocks]: what a sink's gradient takes from the block, HAS_SINKS.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    if program >= HEADS_KV * blocks:
+        return
+    r = program % HEADS_KV
+    block = program // HEADS_KV
+    token = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    member = tl.arange(0, BLOCK_G)
+    head = r * GROUP + member
+    end = tokens.to(tl.int64)
+    if PACKED:
+        end = tl.load(offsets_q + requests).to(tl.int64)
+    exists = (token < tokens)[:, None] & (member < GROUP)[None, :]
+    live = (token < end)[:, None] & exists
+    column = tl.arange(0, BLOCK_D)[None, None, :]
+    mask = live[:, :, None] & (column < D)
+    at = (head * D)[None, :, None] + column
+    out = tl.load(o + (token * O_ROW)[:, None, None] + at, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(do + (token * DO_ROW)[:, None, None] + at, mask=mask, other=0.0).to(tl.float32)
+    delta = tl.sum(out * grad, 2)
+
+    if PACKED:
+        spot = (head * tokens)[None, :] + token[:, None]
+    else:
+        b = token // length_q
+        spot = (b[:, None] * (HEADS_KV * GROUP) + head[None, :]) * length_q
+        spot += (token - b * length_q)[:, None]
+    natural = tl.load(lse + spot, mask=live, other=float("-inf"))
+    level = natural * LOG2E
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=member < GROUP, other=float("-inf"))[None, :] * LOG2E
+        level = tl.maximum(level, sink) + tl.log2(1.0 + tl.exp2(-tl.abs(level - sink)))
+    level = tl.where(natural == float("-inf"), float("inf"), level)
+    row = ((r * tokens + token) * GROUP)[:, None] + member[None, :]
+    tl.store(levels + row, level, mask=exists)
+    tl.store(deltas + row, delta, mask=exists)
+    if HAS_SINKS:
+        share = tl.where(level == float("inf"), 0.0, tl.exp2(sink - level) * delta)
+        tl.store(shares + head * blocks + block, tl.sum(share, 0), mask=member < GROUP)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def sinks_kernel(shares, dsinks, blocks, BLOCK: tl.constexpr):
+    """dsinks [H] from shares [H, blocks], a head a program."""
+    head = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, blocks, BLOCK):
+        block = first + lane
+        total += tl.load(shares + head * blocks + block, mask=block < blocks, other=0.0)
+    tl.store(dsinks + head, -tl.sum(total, 0))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "requests",
+        "tokens",
+        "length",
+        "length_other",
+        "tiles",
+        "table_rows",
+        "active",
+    ]
+)
+def finish_kernel(
+    x,
+    out,
+    cos,
+    sin,
+    offsets,
+    offsets_other,
+    scale,
+    requests,
+    tokens,
+    length,
+    length_other,
+    tiles,
+    table_rows,
+    active,
+    PACKED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SPREAD: tl.constexpr,
+    HEADS_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    ROTARY: tl.constexpr,
+    NEOX: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WARPS: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """out [tokens, H_kv * GROUP, D] = x scaled and, with ROTARY, rotated back; none if not active.
+
+    x: float32, laid out like out; SPREAD: in blocks of BLOCK_M rows of one KV head as `spread`
+        lays them out.
+    QUERIES: positions end where the other side's do; keys begin at 0.
+    """
+    program = tl.program_id(0)
+    pairs = HEADS_KV
+    if not PACKED:
+        pairs *= requests
+    if program >= tiles * pairs * active:
+        return
+    r = program % HEADS_KV
+    at = program // pairs
+    b, tile, start, count, _, count_other = seat(
+        at, program % pairs // HEADS_KV, tiles, offsets, offsets_other, requests, tokens, length,
+        length_other, GROUP, BLOCK_M, 0, PACKED, WAYS,
+    )  # fmt: skip
+    if tile * BLOCK_M >= count * GROUP:
+        return
+    lane = tl.arange(0, BLOCK_M)
+    row = tile * BLOCK_M + lane
+    live = row < count * GROUP
+    token = start + row // GROUP
+    head = r * GROUP + row % GROUP
+    if PACKED:
+        part = r.to(tl.int64) * tiles + at
+    else:
+        part = (r * requests + b).to(tl.int64) * tiles + tile
+    column = tl.arange(0, BLOCK_D)
+    keep = live[:, None] & (column < D)[None, :]
+    HEADS: tl.constexpr = HEADS_KV * GROUP
+    natural = ((token * HEADS + head) * D)[:, None] + column[None, :]
+    if SPREAD:
+        x += part * (BLOCK_M * BLOCK_D)
+        lines = tl.load(x + spread_spots(BLOCK_M, BLOCK_D, WARPS))
+        result = gathered(lines, BLOCK_M, BLOCK_D, WARPS)
+    else:
+        result = tl.load(x + natural, mask=keep, other=0.0)
+    if ROTARY > 0:
+        HALF: tl.constexpr = ROTARY // 2
+        if NEOX:
+            first = column < HALF
+            partner = tl.where(first, column + HALF, column - HALF)
+            frequency = tl.where(first, column, column - HALF)
+        else:
+            first = column % 2 == 0
+            partner = column ^ 1
+            frequency = column // 2
+        position = row // GROUP
+        if QUERIES:
+            position += count_other - count
+        turned = live & (position >= 0) & (position < table_rows)
+        turned = turned[:, None] & (column < ROTARY)[None, :]
+        if SPREAD:
+            spot = spread_spot(lane[:, None], partner[None, :], BLOCK_M, BLOCK_D, WARPS)
+        else:
+            spot = ((token * HEADS + head) * D)[:, None] + partner[None, :]
+        other = tl.load(x + spot, mask=turned, other=0.0)
+        entry = (position.to(tl.int64) * HALF)[:, None] + frequency[None, :]
+        c = tl.load(cos + entry, mask=turned, other=1.0).to(tl.float32)
+        s = tl.load(sin + entry, mask=turned, other=0.0).to(tl.float32)
+        result = result * c + tl.where(first[None, :], other, -other) * s
+    result = (result * float32(scale)).to(out.dtype.element_ty)
+    tl.store(out + natural, result, mask=keep)
