@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_registry import tracing
 from tileops.kernels.common.machine import Machine, machine_of
@@ -121,11 +122,6 @@ def rows(x: Tensor) -> tuple[Tensor, int]:
     return x.contiguous(), x.shape[-1] * x.shape[-2]
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Device memory of one launch, for the tensor descriptors that its programs make."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -135,6 +131,8 @@ def _type_of(x: Any) -> Any:
         return x.dtype, x.data_ptr() % 16 == 0
     if type(x) is int:
         return -(2**31) <= x < 2**31
+    if type(x) is TensorDescriptor:
+        return x.base.dtype, *x.block_shape
     return type(x)
 
 
@@ -180,8 +178,6 @@ def _run(
     stages: int,
     device: int,
 ) -> None:
-    if constexprs.get("TILES"):
-        triton.set_allocator(_scratch)
     key = (kernel, device, warps, stages, *constexprs.values(), *map(_type_of, args))
     found = _compiled.get(key)
     if found is None:

@@ -217,7 +217,6 @@ def normaliser(top, total, sink, HAS_SINK: tl.constexpr):
         "tokens",
         "length_q",
         "length_kv",
-        "rows_kv",
         "width",
         "tiles",
         "programs",
@@ -245,13 +244,15 @@ def attention_kernel(
     sin,
     k_new,
     v_new,
+    k_tiles,
+    v_tiles,
+    o_tiles,
     scale,
     cap,
     requests,
     tokens,
     length_q,
     length_kv,
-    rows_kv,
     width,
     tiles,
     programs,
@@ -292,7 +293,7 @@ def attention_kernel(
 
     tiles: of a request (dense), or of the whole batch (PACKED). programs: tiles of all KV heads.
     section: (request, KV head) pairs whose keys fit the L2 cache together, dense only.
-    rows_kv: of k and v. splits: parts in which the keys of a tile are walked.
+    splits: parts in which the keys of a tile are walked.
     PACKED: offsets_q [requests + 1] delimits the requests of q [tokens, H, D].
     PAGE: rows of a page behind table [requests, width], 0 for keys without pages: packed behind
         offsets_kv, or dense.
@@ -300,7 +301,8 @@ def attention_kernel(
     FRESH: the keys of q's tokens are in k_new and v_new, not in the pool.
     Q_SCALED: q_scale [requests, HEADS_KV] is there. KV_SCALED: k_scale and v_scale are there,
         1 for [requests, HEADS_KV], 2 for [1].
-    TILES: keys are loaded through tensor descriptors, and a program serves tiles in turn.
+    TILES: k_tiles and v_tiles are descriptors of [BLOCK_N, D] blocks of k and v
+        [rows, HEADS_KV * D], o_tiles of [BLOCK_M / GROUP, GROUP, D] blocks of o.
     """
     HEADS: tl.constexpr = HEADS_KV * GROUP
     # Q8 calls multiply in e4m3 where the machine can, else in float16, which holds every code.
@@ -308,154 +310,162 @@ def attention_kernel(
         dtype: tl.constexpr = tl.float16
     else:
         dtype: tl.constexpr = q.dtype.element_ty
-    k_tiles = 0
-    v_tiles = 0
-    if TILES:
-        k_tiles = tl.make_tensor_descriptor(
-            k, shape=[rows_kv, HEADS_KV * D], strides=[K_ROW, 1], block_shape=[BLOCK_N, BLOCK_D]
-        )
-        v_tiles = tl.make_tensor_descriptor(
-            v, shape=[rows_kv, HEADS_KV * D], strides=[V_ROW, 1], block_shape=[BLOCK_N, BLOCK_D]
-        )
     column = tl.arange(0, BLOCK_D)
-    for item in range(tl.program_id(0), programs * splits, tl.num_programs(0)):
-        split = item % splits
-        b, r, low_row, q_start, q_len, kv_start, kv_len = locate(
-            item // splits, offsets_q, offsets_kv, lengths, requests, tokens, length_q, length_kv,
-            tiles, section, PACKED, PAGE, APPENDED, HEADS_KV, GROUP, BLOCK_M, WAYS,
+    item = tl.program_id(0)
+    if item >= programs * splits:
+        return
+    split = item % splits
+    b, r, low_row, q_start, q_len, kv_start, kv_len = locate(
+        item // splits, offsets_q, offsets_kv, lengths, requests, tokens, length_q, length_kv,
+        tiles, section, PACKED, PAGE, APPENDED, HEADS_KV, GROUP, BLOCK_M, WAYS,
+    )  # fmt: skip
+    if low_row >= q_len * GROUP:
+        return
+    row = low_row + tl.arange(0, BLOCK_M)
+    live = row < q_len * GROUP
+    token = row // GROUP
+    head = r * GROUP + row % GROUP
+    shift = kv_len - q_len
+    positions = token + shift
+    q_row = q_start + token
+    q_at = q_row * Q_ROW + head * D
+    if ROTARY > 0:
+        queries = load_rotated_rows(
+            q, q_at, live & (positions >= 0), positions, cos, sin, D, BLOCK_D, ROTARY, NEOX,
+            Q8, NATIVE,
+        ).to(dtype)  # fmt: skip
+    elif Q8 and K8 and NATIVE:
+        queries = load_rows(q, q_at, live, D, BLOCK_D, q.dtype.element_ty, False, True, True)
+    else:
+        queries = load_rows(q, q_at, live, D, BLOCK_D, dtype, Q8, NATIVE, True)
+
+    logits = float32(scale)
+    if Q_SCALED:
+        logits *= tl.load(q_scale + b * HEADS_KV + r)
+    plain_logits = logits
+    value_scale = 1.0
+    if KV_SCALED == 1:
+        logits *= tl.load(k_scale + b * HEADS_KV + r)
+        value_scale = tl.load(v_scale + b * HEADS_KV + r)
+    if KV_SCALED == 2:
+        logits *= tl.load(k_scale)
+        value_scale = tl.load(v_scale)
+    cap_logits = float32(cap) * LOG2E
+    if HAS_CAP:
+        logits /= float32(cap)
+        plain_logits /= float32(cap)
+    else:
+        logits *= LOG2E
+        plain_logits *= LOG2E
+
+    # Keys that some row sees, [low, high), and that every row sees, [plain_low, plain_high);
+    # blocks from tail_low on reach past the last key.
+    first_position = low_row // GROUP + shift
+    last_position = tl.minimum((low_row + BLOCK_M - 1) // GROUP, q_len - 1) + shift
+    old_len = kv_len
+    if FRESH:
+        old_len = kv_len - q_len
+    low = 0
+    high = old_len
+    plain_low = 0
+    plain_high = old_len
+    if RIGHT >= 0:
+        high = tl.minimum(high, last_position + RIGHT + 1)
+        plain_high = tl.minimum(plain_high, first_position + RIGHT + 1)
+    if LEFT >= 0:
+        low = tl.maximum(first_position - LEFT, 0) // BLOCK_N * BLOCK_N
+        plain_low = tl.maximum(last_position - LEFT, 0)
+    high = tl.maximum(high, low)
+    share = tl.cdiv(tl.cdiv(high - low, BLOCK_N), splits) * BLOCK_N
+    low = tl.minimum(low + split * share, high)
+    high = tl.minimum(low + share, high)
+    tail_low = tl.minimum(tl.maximum(old_len // BLOCK_N * BLOCK_N, low), high)
+    plain_low = tl.minimum(tl.maximum(tl.cdiv(plain_low, BLOCK_N) * BLOCK_N, low), tail_low)
+    plain_high = tl.maximum(plain_high, 0) // BLOCK_N * BLOCK_N
+    plain_high = tl.minimum(tl.maximum(plain_high, plain_low), tail_low)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    head_at = r * D
+    pages = table + b.to(tl.int64) * width
+    if LEFT >= 0:
+        acc, top, total = attend_range(
+            acc, top, total, queries, positions, low, plain_low, k, v, head_at, kv_start,
+            old_len, pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, True, False, PAGE,
+            TILES, D, K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8, NATIVE,
+            BLOCK_D, BLOCK_N, dtype,
         )  # fmt: skip
-        row = low_row + tl.arange(0, BLOCK_M)
-        live = row < q_len * GROUP
-        token = row // GROUP
-        head = r * GROUP + row % GROUP
-        shift = kv_len - q_len
-        positions = token + shift
-        q_row = q_start + token
-        q_at = q_row * Q_ROW + head * D
-        if ROTARY > 0:
-            queries = load_rotated_rows(
-                q, q_at, live & (positions >= 0), positions, cos, sin, D, BLOCK_D, ROTARY, NEOX,
-                Q8, NATIVE,
-            ).to(dtype)  # fmt: skip
-        elif Q8 and K8 and NATIVE:
-            queries = load_rows(q, q_at, live, D, BLOCK_D, q.dtype.element_ty, False, True, True)
-        else:
-            queries = load_rows(q, q_at, live, D, BLOCK_D, dtype, Q8, NATIVE, True)
-
-        logits = float32(scale)
-        if Q_SCALED:
-            logits *= tl.load(q_scale + b * HEADS_KV + r)
-        plain_logits = logits
-        value_scale = 1.0
-        if KV_SCALED == 1:
-            logits *= tl.load(k_scale + b * HEADS_KV + r)
-            value_scale = tl.load(v_scale + b * HEADS_KV + r)
-        if KV_SCALED == 2:
-            logits *= tl.load(k_scale)
-            value_scale = tl.load(v_scale)
-        cap_logits = float32(cap) * LOG2E
-        if HAS_CAP:
-            logits /= float32(cap)
-            plain_logits /= float32(cap)
-        else:
-            logits *= LOG2E
-            plain_logits *= LOG2E
-
-        # Keys that some row sees, [low, high), and that every row sees, [plain_low, plain_high);
-        # blocks from tail_low on reach past the last key.
-        first_position = low_row // GROUP + shift
-        last_position = tl.minimum((low_row + BLOCK_M - 1) // GROUP, q_len - 1) + shift
-        old_len = kv_len
-        if FRESH:
-            old_len = kv_len - q_len
-        old_len = tl.where(low_row < q_len * GROUP, old_len, 0)
-        low = 0
-        high = old_len
-        plain_low = 0
-        plain_high = old_len
+    acc, top, total = attend_range(
+        acc, top, total, queries, positions, plain_low, plain_high, k, v, head_at, kv_start,
+        old_len, pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, False, False, PAGE,
+        TILES, D, K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8, NATIVE, BLOCK_D,
+        BLOCK_N, dtype,
+    )  # fmt: skip
+    if LEFT >= 0 or RIGHT >= 0:
+        acc, top, total = attend_range(
+            acc, top, total, queries, positions, plain_high, tail_low, k, v, head_at,
+            kv_start, old_len, pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, True,
+            False, PAGE, TILES, D, K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8,
+            NATIVE, BLOCK_D, BLOCK_N, dtype,
+        )  # fmt: skip
+    acc, top, total = attend_range(
+        acc, top, total, queries, positions, tail_low, high, k, v, head_at, kv_start, old_len,
+        pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, True, True, PAGE, TILES, D,
+        K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8, NATIVE, BLOCK_D, BLOCK_N,
+        dtype,
+    )  # fmt: skip
+    acc *= value_scale
+    if FRESH:
+        # The new keys, unquantized: packed like q, the last split takes them.
+        new_high = q_len
         if RIGHT >= 0:
-            high = tl.minimum(high, last_position + RIGHT + 1)
-            plain_high = tl.minimum(plain_high, first_position + RIGHT + 1)
-        if LEFT >= 0:
-            low = tl.maximum(first_position - LEFT, 0) // BLOCK_N * BLOCK_N
-            plain_low = tl.maximum(last_position - LEFT, 0)
-        high = tl.maximum(high, low)
-        share = tl.cdiv(tl.cdiv(high - low, BLOCK_N), splits) * BLOCK_N
-        low = tl.minimum(low + split * share, high)
-        high = tl.minimum(low + share, high)
-        tail_low = tl.minimum(tl.maximum(old_len // BLOCK_N * BLOCK_N, low), high)
-        plain_low = tl.minimum(tl.maximum(tl.cdiv(plain_low, BLOCK_N) * BLOCK_N, low), tail_low)
-        plain_high = tl.maximum(plain_high, 0) // BLOCK_N * BLOCK_N
-        plain_high = tl.minimum(tl.maximum(plain_high, plain_low), tail_low)
-
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        head_at = r * D
-        pages = table + b.to(tl.int64) * width
-        if LEFT >= 0:
-            acc, top, total = attend_range(
-                acc, top, total, queries, positions, low, plain_low, k, v, head_at, kv_start,
-                old_len, pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, True, False, PAGE,
-                TILES, D, K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8, NATIVE,
-                BLOCK_D, BLOCK_N, dtype,
-            )  # fmt: skip
+            new_high = tl.minimum(last_position - shift + RIGHT + 1, q_len)
+        # Padding has no cache to follow: its shift is negative.
+        new_high = tl.where((split == splits - 1) & (shift >= 0), new_high, 0)
         acc, top, total = attend_range(
-            acc, top, total, queries, positions, plain_low, plain_high, k, v, head_at, kv_start,
-            old_len, pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, False, False, PAGE,
-            TILES, D, K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8, NATIVE, BLOCK_D,
-            BLOCK_N, dtype,
+            acc, top, total, queries, token, 0, new_high, k_new, v_new, head_at, q_start,
+            q_len, pages, cos, sin, plain_logits, cap_logits, k_tiles, v_tiles, True, True, 0,
+            False, D, K_NEW_ROW, V_NEW_ROW, LEFT, RIGHT, HAS_CAP, 0, NEOX, False, False,
+            NATIVE, BLOCK_D, BLOCK_N, dtype,
         )  # fmt: skip
-        if LEFT >= 0 or RIGHT >= 0:
-            acc, top, total = attend_range(
-                acc, top, total, queries, positions, plain_high, tail_low, k, v, head_at,
-                kv_start, old_len, pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, True,
-                False, PAGE, TILES, D, K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8,
-                NATIVE, BLOCK_D, BLOCK_N, dtype,
-            )  # fmt: skip
-        acc, top, total = attend_range(
-            acc, top, total, queries, positions, tail_low, high, k, v, head_at, kv_start, old_len,
-            pages, cos, sin, logits, cap_logits, k_tiles, v_tiles, True, True, PAGE, TILES, D,
-            K_ROW, V_ROW, LEFT, RIGHT, HAS_CAP, ROTARY, NEOX, K8, V8, NATIVE, BLOCK_D, BLOCK_N,
-            dtype,
-        )  # fmt: skip
-        acc *= value_scale
-        if FRESH:
-            # The new keys, unquantized: packed like q, the last split takes them.
-            new_high = q_len
-            if RIGHT >= 0:
-                new_high = tl.minimum(last_position - shift + RIGHT + 1, q_len)
-            # Padding has no cache to follow: its shift is negative.
-            new_high = tl.where((split == splits - 1) & (shift >= 0), new_high, 0)
-            acc, top, total = attend_range(
-                acc, top, total, queries, token, 0, new_high, k_new, v_new, head_at, q_start,
-                q_len, pages, cos, sin, plain_logits, cap_logits, k_tiles, v_tiles, True, True, 0,
-                False, D, K_NEW_ROW, V_NEW_ROW, LEFT, RIGHT, HAS_CAP, 0, NEOX, False, False,
-                NATIVE, BLOCK_D, BLOCK_N, dtype,
-            )  # fmt: skip
 
-        keep = live[:, None] & (column < D)[None, :]
-        out_row = q_row * HEADS + head
-        if splits == 1:
-            sink = top
-            if HAS_SINKS:
-                sink = tl.load(sinks + head, mask=live, other=0.0) * LOG2E
-            weight, mass = normaliser(top, total, sink, HAS_SINKS)
-            result = (acc * weight[:, None]).to(o.dtype.element_ty)
-            tl.store(o + out_row[:, None] * D + column[None, :], result, mask=keep)
-            if HAS_LSE:
-                if PACKED:
-                    at = head.to(tl.int64) * tokens + q_row
-                else:
-                    at = (b * HEADS + head).to(tl.int64) * length_q + token
-                tl.store(lse + at, mass * LN2, mask=live)
+    # The rows once more, from a zero that the compiler cannot see through: kept from before the
+    # loops they would take a hundred registers of every thread.
+    row = low_row + tl.max((total < 0.0).to(tl.int32), 0) + tl.arange(0, BLOCK_M)
+    live = row < q_len * GROUP
+    token = row // GROUP
+    head = r * GROUP + row % GROUP
+    q_row = q_start + token
+    keep = live[:, None] & (column < D)[None, :]
+    out_row = q_row * HEADS + head
+    if splits == 1:
+        sink = top
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=live, other=0.0) * LOG2E
+        weight, mass = normaliser(top, total, sink, HAS_SINKS)
+        result = (acc * weight[:, None]).to(o.dtype.element_ty)
+        if TILES:
+            if low_row + BLOCK_M <= q_len * GROUP:
+                first = (q_start + low_row // GROUP).to(tl.int32)
+                o_tiles.store(
+                    [first, r * GROUP, 0], result.reshape(BLOCK_M // GROUP, GROUP, BLOCK_D)
+                )
+            else:
+                tl.store(o + out_row[:, None] * D + column[None, :], result, mask=keep)
         else:
-            weight, mass = normaliser(top, total, top, False)
-            part = split.to(tl.int64) * tokens * HEADS + out_row
-            tl.store(
-                partial_o + part[:, None] * D + column[None, :], acc * weight[:, None], mask=keep
-            )
-            tl.store(partial_lse + part, mass, mask=live)
+            tl.store(o + out_row[:, None] * D + column[None, :], result, mask=keep)
+        if HAS_LSE:
+            if PACKED:
+                at = head.to(tl.int64) * tokens + q_row
+            else:
+                at = (b * HEADS + head).to(tl.int64) * length_q + token
+            tl.store(lse + at, mass * LN2, mask=live)
+    else:
+        weight, mass = normaliser(top, total, top, False)
+        part = split.to(tl.int64) * tokens * HEADS + out_row
+        tl.store(partial_o + part[:, None] * D + column[None, :], acc * weight[:, None], mask=keep)
+        tl.store(partial_lse + part, mass, mask=live)
 
 
 @triton.jit(do_not_specialize=["tokens", "length_q", "splits"])

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_registry import tracing
 from tileops.kernels.common.launch import (
@@ -108,14 +109,13 @@ def _fitted(numbers: Mapping[str, int], shape: str, group: int) -> Mapping[str, 
     return {**numbers, "BLOCK_M": min(max(16, wanted), numbers["BLOCK_M"])}
 
 
-def tileable(x: Tensor, page: int, block: int) -> bool:
-    """Whether rows x [N, H_kv, D] can be loaded through a tensor descriptor.
+def tileable(x: Tensor) -> bool:
+    """Whether rows x [N, heads, D] can be moved through a tensor descriptor.
 
-    Traced programs use pointers: a descriptor made on the device needs scratch memory that an
-    AOTInductor package does not provide.
+    Traced programs use pointers: Inductor re-emits kernels without descriptors it did not make.
     """
     dim = x.shape[-1]
-    if tracing.traced(x) or dim != padded(dim) or x.dtype.itemsize != 2 or page % block:
+    if tracing.traced(x) or dim != padded(dim) or x.dtype.itemsize != 2 or x.shape[0] == 0:
         return False
     return x.is_meta or x.data_ptr() % 16 == 0
 
@@ -166,7 +166,6 @@ def _launch(
     heads_kv = k.shape[1]
     fresh = keys.fresh is not None
     (k_new, k_new_row), (v_new, v_new_row) = map(rows, keys.fresh or (k, v))
-    device = machine(q)
     packed = queries.offsets is not None
     block_d = padded(dim)
     # With one split nothing is parted: a buffer without elements.
@@ -179,13 +178,28 @@ def _launch(
     section = larger(L2_BYTES // larger(keys.length * element, 1), 1)
     kv_scaled = 0 if scores.k_scale is None else 2 if scores.k_scale.dim() == 1 else 1
     q8 = e4m3_argument(q)
-    tiled = numbers["TILES"] == 1 and all(
-        tileable(x, keys.page, numbers["BLOCK_N"]) for x in (k, v)
+    block_m, block_n = numbers["BLOCK_M"], numbers["BLOCK_N"]
+    group = heads // heads_kv
+    tiled = (
+        numbers["TILES"] == 1
+        and block_m % group == 0
+        and keys.page % block_n == 0
+        and not scores.rotary
+        and all(map(tileable, (k, v, o)))
     )
-    items = programs * splits
+    tiles_of = (q8, q8, q8)
+    if tiled:
+        wide = heads_kv * dim
+        tiles_of = (
+            TensorDescriptor(k, [k.shape[0], wide], [k_row, 1], [block_n, dim]),
+            TensorDescriptor(v, [v.shape[0], wide], [v_row, 1], [block_n, dim]),
+            TensorDescriptor(
+                o, [tokens, heads, dim], [heads * dim, dim, 1], [block_m // group, group, dim]
+            ),
+        )
     launch(
         attention_kernel,
-        (smaller(items, device.processors * numbers["programs"]) if tiled else items,),
+        (programs * splits,),
         q8,
         e4m3_argument(k),
         e4m3_argument(v),
@@ -205,13 +219,13 @@ def _launch(
         _or(scores.sin, q8),
         k_new if fresh else q8,
         v_new if fresh else q8,
+        *tiles_of,
         scores.scale,
         scores.softcap or 0.0,
         queries.requests,
         tokens,
         queries.length,
         keys.length,
-        k.shape[0],
         0 if keys.table is None else keys.table.shape[1],
         tiles,
         programs,
@@ -222,7 +236,7 @@ def _launch(
         APPENDED=keys.appended,
         FRESH=fresh,
         HEADS_KV=heads_kv,
-        GROUP=heads // heads_kv,
+        GROUP=group,
         D=dim,
         Q_ROW=q_row,
         K_ROW=k_row,
@@ -243,8 +257,8 @@ def _launch(
         Q_SCALED=scores.q_scale is not None,
         KV_SCALED=kv_scaled,
         BLOCK_D=block_d,
-        BLOCK_M=numbers["BLOCK_M"],
-        BLOCK_N=numbers["BLOCK_N"],
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
         TILES=tiled,
         WAYS=WAYS,
         warps=numbers["warps"],
