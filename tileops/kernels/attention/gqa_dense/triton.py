@@ -4,9 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
+from tileops.kernels.attention.gqa_dense.triton_backward import gqa_dense_bwd
 from tileops.kernels.common.gqa_hooks import score_scale
 from tileops.kernels.common.triton_gqa import Keys, Queries, Scores, attend
 from tileops.kernels.common.triton_rope import rotated
+
+__all__ = ["gqa_dense_bwd", "gqa_dense_fwd"]
 
 
 def gqa_dense_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
@@ -31,7 +34,3 @@ def gqa_dense_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
             call.v_scale,
         ),
     )
-
-
-def gqa_dense_bwd_refusal(call: Any) -> str:
-    return "has no backward yet"

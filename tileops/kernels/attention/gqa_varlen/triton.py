@@ -4,9 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
+from tileops.kernels.attention.gqa_varlen.triton_backward import gqa_varlen_bwd
 from tileops.kernels.common.gqa_hooks import score_scale
 from tileops.kernels.common.triton_gqa import Keys, Queries, Scores, attend
 from tileops.kernels.common.triton_rope import rotated
+
+__all__ = ["gqa_varlen_bwd", "gqa_varlen_fwd"]
 
 
 def gqa_varlen_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
@@ -33,7 +36,3 @@ def gqa_varlen_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
             call.sinks,
         ),
     )
-
-
-def gqa_varlen_bwd_refusal(call: Any) -> str:
-    return "has no backward yet"
