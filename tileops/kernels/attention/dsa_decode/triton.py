@@ -1,0 +1,41 @@
+"""Attention over indexed cache rows on GPUs: a query's indices name its slots."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tileops.kernels.common.triton_latent import Limit, attend_latent, refusal
+
+FAR = 2**31  # no index names a row so far, no query stands there
+
+
+def dsa_decode_fwd(out: Tensor, call: Any) -> None:
+    """q [B, S, H, W]; kv [B, S_kv, H_kv, W]; indices [B, S, H_kv, K] -> o [B, S, H, D]."""
+    q, kv = call.q, call.kv
+    width = q.shape[-1]
+    dim = width - call.dim_tail
+    attend_latent(
+        "dsa_decode",
+        out,
+        q[..., :dim],
+        q[..., dim:],
+        kv[..., :dim],
+        kv[..., dim:],
+        width**-0.5 if call.sm_scale is None else call.sm_scale,
+        queries=q.shape[1],
+        indices=call.indices,
+        limit=past_rows(call.q_start_index_s, call.stride_kv) if call.is_causal else None,
+    )
+
+
+def past_rows(start: int, stride: int) -> Limit:
+    """(start + s + 1) // stride, for every query s < FAR right below FAR and free of overflow."""
+    first, rest = divmod(start + 1, stride)
+    wait = min(stride - rest, FAR)  # queries that see no more than `first` rows
+    stride = min(stride, FAR)
+    return Limit(min(first, FAR), stride - wait, stride)
+
+
+def dsa_decode_fwd_refusal(call: Any) -> str | None:
+    group = call.q.shape[2] // call.kv.shape[2]
+    return refusal(group, call.q.shape[3] - call.dim_tail, call.dim_tail)
