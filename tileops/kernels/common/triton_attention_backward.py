@@ -157,6 +157,7 @@ def keys_kernel(
     dq_sum,
     offsets_q,
     offsets_kv,
+    order,
     scale,
     cap,
     requests,
@@ -168,6 +169,7 @@ def keys_kernel(
     splits,
     parts,
     PACKED: tl.constexpr,
+    ORDERED: tl.constexpr,
     HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -187,7 +189,7 @@ def keys_kernel(
 ):
     """dk and dv [tokens_kv, H_kv, D] of one tile of keys of one KV head.
 
-    tiles: of a request (dense), or of the whole batch (PACKED).
+    tiles: of a request (dense), or of the whole batch (PACKED), with ORDERED in order [tiles, 2].
     splits: parts that the rows of a tile are walked in. With more than one, the parts add up in
         dk_sum and dv_sum, float32, and dk and dv are not written.
     FUSED: so do the shares of dq in dq_sum [H_kv, parts, BLOCK_M * BLOCK_D], each part a block of
@@ -201,10 +203,10 @@ def keys_kernel(
     if program >= tiles * pairs:
         return
     r = program % HEADS_KV
-    HEAVY: tl.constexpr = 1 if RIGHT >= 0 and LEFT < 0 else 0
+    # First keys come first: under a causal mask most rows see them.
     b, tile, kv_start, kv_len, q_start, q_len = seat(
-        program // pairs, program % pairs // HEADS_KV, tiles, offsets_kv, offsets_q, requests,
-        tokens_kv, length_kv, length_q, 1, BLOCK_N, HEAVY, PACKED, WAYS,
+        program // pairs, program % pairs // HEADS_KV, offsets_kv, offsets_q, order, requests,
+        tokens_kv, length_kv, length_q, 1, BLOCK_N, PACKED, ORDERED, WAYS,
     )  # fmt: skip
     first_key = tile * BLOCK_N
     if first_key >= kv_len:
@@ -355,6 +357,7 @@ def queries_kernel(
     dq,
     offsets_q,
     offsets_kv,
+    order,
     scale,
     cap,
     requests,
@@ -363,6 +366,7 @@ def queries_kernel(
     length_kv,
     tiles,
     PACKED: tl.constexpr,
+    ORDERED: tl.constexpr,
     HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -380,7 +384,7 @@ def queries_kernel(
 ):
     """dq [tokens, H, D] of one tile of rows of one KV head.
 
-    tiles: of a request (dense), or of the whole batch (PACKED).
+    tiles: of a request (dense), or of the whole batch (PACKED), with ORDERED in order [tiles, 2].
     """
     program = tl.program_id(0)
     pairs = HEADS_KV
@@ -389,10 +393,13 @@ def queries_kernel(
     if program >= tiles * pairs:
         return
     r = program % HEADS_KV
-    HEAVY: tl.constexpr = 2 if RIGHT >= 0 and LEFT < 0 else 0
+    at = program // pairs
+    if not ORDERED:
+        # Last rows come first: under a causal mask they see most keys.
+        at = tiles - 1 - at
     _, tile, q_start, q_len, kv_start, kv_len = seat(
-        program // pairs, program % pairs // HEADS_KV, tiles, offsets_q, offsets_kv, requests,
-        tokens, length_q, length_kv, GROUP, BLOCK_M, HEAVY, PACKED, WAYS,
+        at, program % pairs // HEADS_KV, offsets_q, offsets_kv, order, requests, tokens, length_q,
+        length_kv, GROUP, BLOCK_M, PACKED, ORDERED, WAYS,
     )  # fmt: skip
     first = tile * BLOCK_M
     rows = q_len * GROUP

@@ -149,8 +149,8 @@ def finish_kernel(
     r = program % HEADS_KV
     at = program // pairs
     b, tile, start, count, _, count_other = seat(
-        at, program % pairs // HEADS_KV, tiles, offsets, offsets_other, requests, tokens, length,
-        length_other, GROUP, BLOCK_M, 0, PACKED, WAYS,
+        at, program % pairs // HEADS_KV, offsets, offsets_other, offsets, requests, tokens, length,
+        length_other, GROUP, BLOCK_M, PACKED, False, WAYS,
     )  # fmt: skip
     if tile * BLOCK_M >= count * GROUP:
         return

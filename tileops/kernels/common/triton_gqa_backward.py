@@ -10,10 +10,12 @@ from tileops.kernels.common.machine import Machine, configuration
 from tileops.kernels.common.triton_attention_backward import keys_kernel, queries_kernel
 from tileops.kernels.common.triton_backward_rows import finish_kernel, rows_kernel, sinks_kernel
 from tileops.kernels.common.triton_gqa import FAR, WAYS, Scores
+from tileops.kernels.common.triton_tiles import order_kernel
 
 ROWS = 64  # of one program of rows_kernel
 FINISHED = 32  # rows of one program of finish_kernel, where nothing else decides
 SHARES = 1024  # summed at a time
+SORTED = 1024  # requests whose tiles are put in order
 SPLIT_ROWS = 512  # a split walks at least so many rows
 MAX_SPLITS = 64
 ROUNDS = 2  # programs per multiprocessor that even out their unequal work
@@ -115,8 +117,12 @@ def attend_backward(
     if fused:
         dq_sum = _zeros(q, (heads_kv, parts, block_m * padded(dim)))
     offsets_q, offsets_kv = _or(requests.offsets_q, q), _or(requests.offsets_kv, q)
+    left = scores.left if scores.left < FAR else -1
+    right = 0 if scores.is_causal else scores.right if scores.right < FAR else -1
+    ordered = requests.packed and left < 0 <= right
     options = {
         "PACKED": requests.packed,
+        "ORDERED": ordered,
         "HEADS_KV": heads_kv,
         "GROUP": group,
         "D": dim,
@@ -124,8 +130,8 @@ def attend_backward(
         "K_ROW": k_row,
         "V_ROW": v_row,
         "DO_ROW": do_row,
-        "LEFT": scores.left if scores.left < FAR else -1,
-        "RIGHT": 0 if scores.is_causal else scores.right if scores.right < FAR else -1,
+        "LEFT": left,
+        "RIGHT": right,
         "HAS_CAP": bool(scores.softcap),
         "BLOCK_D": padded(dim),
         "WAYS": WAYS,
@@ -146,6 +152,7 @@ def attend_backward(
         dq_sum,
         offsets_q,
         offsets_kv,
+        _order(requests, offsets_kv, tiles, 1, numbers["BLOCK_N"], True) if ordered else q,
         scores.scale,
         scores.softcap or 0.0,
         requests.count,
@@ -185,6 +192,7 @@ def attend_backward(
         dq_sum if scores.rotary else dq,
         offsets_q,
         offsets_kv,
+        _order(requests, offsets_q, tiles, group, numbers["BLOCK_M"], False) if ordered else q,
         scores.scale,
         scores.softcap or 0.0,
         requests.count,
@@ -197,6 +205,28 @@ def attend_backward(
     )
     if scores.rotary:
         _finish(dq_sum, dq, requests, scores, queries=True)
+
+
+def _order(
+    requests: Requests, offsets: Tensor, tiles: Any, numerator: int, block: int, first: bool
+) -> Tensor:
+    """Packed tiles in the order of falling work; first: a request's first ones have most."""
+    order = offsets.new_empty((tiles, 2))
+    launch(
+        order_kernel,
+        (tiles,),
+        offsets,
+        order,
+        requests.count,
+        tiles,
+        numerator=numerator,
+        BLOCK=block,
+        FIRST=first,
+        WAYS=SORTED,
+        warps=4,
+        stages=1,
+    )
+    return order
 
 
 def _rows(

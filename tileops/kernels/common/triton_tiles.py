@@ -8,86 +8,95 @@ from tileops.kernels.common.device import find_request
 
 
 @triton.jit
-def found_tile(
+def packed_tile(
     at, offsets, requests, numerator: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr
 ):
-    """The request and number in it of tile `at` in the order of tokens."""
+    """The request of tile `at` in the order of tokens, and the tile's number there."""
     b = find_request(offsets, requests + 1, numerator, BLOCK, at, WAYS)
     before = tl.load(offsets + b).to(tl.int64) * numerator // BLOCK + b
     return b, at - before.to(tl.int32)
 
 
-@triton.jit
-def heavy_tile(
-    at,
+@triton.jit(do_not_specialize=["requests", "tiles"])
+def order_kernel(
     offsets,
+    order,
     requests,
+    tiles,
     numerator: tl.constexpr,
     BLOCK: tl.constexpr,
-    HEAVY: tl.constexpr,
+    FIRST: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """The request and number in it of tile `at` in the order of falling weights.
+    """order [tiles, 2]: request and number of each packed tile, the heavy ones first.
 
-    The n tiles of a request weigh 1 to n, the first tile most (HEAVY 1) or the last (HEAVY 2).
-    What is past all of them belongs to the padding. At most WAYS requests.
+    The n tiles of a request weigh 1 to n, FIRST: the first one most, else the last. Tiles past
+    all of them belong to the padding. More than WAYS requests are left in the order of tokens.
     """
-    lane = tl.arange(0, WAYS)
-    start = tl.load(offsets + lane, mask=lane < requests, other=0)
-    end = tl.load(offsets + lane + 1, mask=lane < requests, other=0)
-    count = tl.cdiv((end - start) * numerator, BLOCK)
-    # The least weight that at most `at` tiles exceed.
-    weight = 0
-    top = tl.max(count, 0)
-    while weight < top:
-        middle = (weight + top) // 2
-        if tl.sum(tl.maximum(count - middle, 0), 0) <= at:
-            top = middle
-        else:
-            weight = middle + 1
-    order = at - tl.sum(tl.maximum(count - weight, 0), 0)
-    chosen = count >= weight
-    picked = chosen & (tl.cumsum(chosen.to(tl.int32), 0) == order + 1)
-    tile = weight - 1
-    if HEAVY == 1:
-        tile = tl.sum(tl.where(picked, count, 0), 0) - weight
-    b = tl.sum(tl.where(picked, lane, 0), 0)
-    return tl.where(weight == 0, requests, b), tl.where(weight == 0, order, tile)
+    at = tl.program_id(0)
+    if at >= tiles:
+        return
+    if requests > WAYS:
+        b, tile = packed_tile(at, offsets, requests, numerator, BLOCK, 128)
+    else:
+        lane = tl.arange(0, WAYS)
+        start = tl.load(offsets + lane, mask=lane < requests, other=0).to(tl.int64)
+        end = tl.load(offsets + lane + 1, mask=lane < requests, other=0).to(tl.int64)
+        count = tl.cdiv((end - start) * numerator, BLOCK).to(tl.int32)
+        # The least weight that at most `at` tiles exceed.
+        weight = 0
+        top = tl.max(count, 0)
+        while weight < top:
+            middle = (weight + top) // 2
+            if tl.sum(tl.maximum(count - middle, 0), 0) <= at:
+                top = middle
+            else:
+                weight = middle + 1
+        nth = at - tl.sum(tl.maximum(count - weight, 0), 0)
+        chosen = (lane < requests) & (count >= weight)
+        picked = chosen & (tl.cumsum(chosen.to(tl.int32), 0) == nth + 1)
+        b = tl.sum(tl.where(picked, lane, 0), 0)
+        tile = weight - 1
+        if FIRST:
+            tile = tl.sum(tl.where(picked, count, 0), 0) - weight
+        if weight == 0:
+            b = requests
+            tile = nth
+    tl.store(order + 2 * at, b)
+    tl.store(order + 2 * at + 1, tile)
 
 
 @triton.jit
 def seat(
     at,
     dense_b,
-    tiles,
     offsets,
     offsets_other,
+    order,
     requests,
     tokens,
     length,
     length_other,
     numerator: tl.constexpr,
     BLOCK: tl.constexpr,
-    HEAVY: tl.constexpr,
     PACKED: tl.constexpr,
+    ORDERED: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """The `at`-th tile: of all packed ones, or of the `tiles` of request dense_b.
+    """The `at`-th tile: of all packed ones, or of those of request dense_b.
 
-    Tiles are BLOCK rows, `numerator` rows a token. HEAVY: 1 where the first tiles of a request
-    have most to do, 2 the last, 0 all the same; heavy ones come first.
+    Tiles are BLOCK rows, `numerator` rows a token. ORDERED: order [tiles, 2] says which packed
+    tile is the `at`-th one.
     Returns the request, the tile's number in it, its first token and length, and the first token
     and length of its other side. Packed tokens past the last request are one more request, whose
     other side is empty.
     """
     if PACKED:
-        if HEAVY != 0:
-            if requests <= WAYS:
-                b, tile = heavy_tile(at, offsets, requests, numerator, BLOCK, HEAVY, WAYS)
-            else:
-                b, tile = found_tile(at, offsets, requests, numerator, BLOCK, WAYS)
+        if ORDERED:
+            b = tl.load(order + 2 * at)
+            tile = tl.load(order + 2 * at + 1)
         else:
-            b, tile = found_tile(at, offsets, requests, numerator, BLOCK, WAYS)
+            b, tile = packed_tile(at, offsets, requests, numerator, BLOCK, WAYS)
         real = b < requests
         start = tl.load(offsets + b).to(tl.int64)
         end = tl.load(offsets + b + 1, mask=real, other=0).to(tl.int64)
@@ -95,11 +104,8 @@ def seat(
         other = tl.load(offsets_other + b, mask=real, other=0).to(tl.int64)
         other_end = tl.load(offsets_other + b + 1, mask=real, other=0).to(tl.int64)
         return b, tile, start, (end - start).to(tl.int32), other, (other_end - other).to(tl.int32)
-    tile = at
-    if HEAVY == 2:
-        tile = tiles - 1 - at
     first = dense_b.to(tl.int64)
-    return dense_b, tile, first * length, length, first * length_other, length_other
+    return dense_b, at, first * length, length, first * length_other, length_other
 
 
 @triton.jit
