@@ -29,7 +29,7 @@ def quotient(x, scale):
 
 
 @triton.jit
-def store_rows(pool, at, rows, scale, mask, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+def append_rows(pool, at, rows, scale, mask, E4M3: tl.constexpr, NATIVE: tl.constexpr):
     """Store a block of 16-bit values in a pool.
 
     pool: pointer to the pool, of the rows' dtype or e4m3 (to its bytes if not NATIVE).

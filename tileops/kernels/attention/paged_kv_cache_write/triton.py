@@ -9,7 +9,7 @@ import triton.language as tl
 from ops_registry.contract import E4M3
 from tileops.kernels.common.launch import e4m3_argument, launch, machine, native_e4m3, rows
 from tileops.kernels.common.machine import configuration
-from tileops.kernels.common.triton_append import store_rows
+from tileops.kernels.common.triton_append import append_rows
 
 
 @triton.jit(do_not_specialize=["tokens", "pool_rows"])
@@ -49,8 +49,8 @@ def paged_kv_cache_write_kernel(
     written = ((slot >= 0) & (slot < pool_rows))[:, None]
     at = slot[:, None] * (VECTORS * WIDTH) + column
     # Without E4M3 the scales are placeholders, not read.
-    store_rows(k_pages, at, new_k, tl.load(k_scale) if E4M3 else 1.0, written, E4M3, NATIVE)
-    store_rows(v_pages, at, new_v, tl.load(v_scale) if E4M3 else 1.0, written, E4M3, NATIVE)
+    append_rows(k_pages, at, new_k, tl.load(k_scale) if E4M3 else 1.0, written, E4M3, NATIVE)
+    append_rows(v_pages, at, new_v, tl.load(v_scale) if E4M3 else 1.0, written, E4M3, NATIVE)
 
 
 def paged_kv_cache_write(out: None, call: Any) -> None:
