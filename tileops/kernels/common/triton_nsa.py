@@ -33,6 +33,11 @@ def columns(dim: int, wide: bool) -> Columns:
     return Columns(block, -(-dim // block))
 
 
+def bits(power: int) -> int:
+    """log2 of a power of two."""
+    return power.bit_length() - 1
+
+
 def shape_class(*dims: int) -> str:
     """The shape class of a configuration: of the widest head dim."""
     for limit in (64, 128, NARROW):
@@ -162,3 +167,60 @@ def store_rows(row, live, start, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
     column = start + tl.arange(0, BLOCK_D)
     keep = live[:, None] & (column < D)[None, :]
     tl.store(row[:, None] + column[None, :], x.to(row.dtype.element_ty), mask=keep)
+
+
+# Sorting networks, over a tensor seen as a hypercube: DIMS axes of two, the bits of a place. They
+# are bitonic, and exact for int64 whatever the sign; equal keys are interchangeable.
+
+
+@triton.jit
+def merge_runs(x, DIMS: tl.constexpr, BITS: tl.constexpr, FALLING: tl.constexpr):
+    """Sort bitonic runs of 2 ** BITS places of x [2] * DIMS; the last axis is bit 0 of a place.
+
+    FALLING: -1 ascending; DIMS descending; else the bit of a run's place that makes it so.
+    """
+    if FALLING < 0:
+        falling = 0
+    elif FALLING == DIMS:
+        falling = 1
+    else:
+        falling = tl.reshape(tl.arange(0, 2), [1] * (DIMS - 1 - FALLING) + [2] + [1] * FALLING)
+    for step in tl.static_range(BITS):
+        upper = tl.reshape(
+            tl.arange(0, 2), [1] * (DIMS - BITS + step) + [2] + [1] * (BITS - 1 - step)
+        )
+        # The other place of a pair; a sum may wrap, the difference wraps back.
+        other = tl.sum(x, DIMS - BITS + step, keep_dims=True) - x
+        x = tl.where((x > other) != (upper != falling), other, x)
+    return x
+
+
+@triton.jit
+def ascending(x, BITS: tl.constexpr):
+    """x [2 ** BITS] sorted."""
+    x = tl.reshape(x, [2] * BITS)
+    for bits in tl.static_range(1, BITS):
+        x = merge_runs(x, BITS, bits, bits)
+    return tl.reshape(merge_runs(x, BITS, BITS, -1), [2**BITS])
+
+
+@triton.jit
+def largest(x, ROW_BITS: tl.constexpr, BITS: tl.constexpr, KEEP_BITS: tl.constexpr):
+    """The 2 ** KEEP_BITS largest of each row of x [2 ** ROW_BITS, 2 ** BITS], descending."""
+    x = tl.reshape(x, [2] * (ROW_BITS + BITS))
+    for bits in tl.static_range(1, KEEP_BITS):
+        x = merge_runs(x, ROW_BITS + BITS, bits, bits)
+    # Runs of KEEP places side by side fall and rise in turn: the larger ones of the pairs are
+    # the largest of both runs, and bitonic again.
+    for cut in tl.static_range(BITS - KEEP_BITS):
+        x = merge_runs(x, ROW_BITS + BITS - cut, KEEP_BITS, KEEP_BITS)
+        x = tl.max(x, ROW_BITS + BITS - cut - 1 - KEEP_BITS)
+    x = merge_runs(x, ROW_BITS + KEEP_BITS, KEEP_BITS, ROW_BITS + KEEP_BITS)
+    return tl.reshape(x, [2**ROW_BITS, 2**KEEP_BITS])
+
+
+@triton.jit
+def merged(x, y, ROW_BITS: tl.constexpr, BITS: tl.constexpr):
+    """The 2 ** BITS largest of each row, ascending, of x ascending and y descending."""
+    x = tl.reshape(tl.maximum(x, y), [2] * (ROW_BITS + BITS))
+    return tl.reshape(merge_runs(x, ROW_BITS + BITS, BITS, -1), [2**ROW_BITS, 2**BITS])

@@ -17,8 +17,11 @@ from tileops.kernels.common.machine import configuration
 from tileops.kernels.common.triton_nsa import (
     FAR,
     WAYS,
+    bits,
     columns,
+    largest,
     load_queries,
+    merged,
     products,
     shape_class,
     token_tile,
@@ -72,10 +75,10 @@ def nsa_topk_kernel(
     SELECTED: tl.constexpr,
     Q_ROW: tl.constexpr,
     K_ROW: tl.constexpr,
-    TOKENS: tl.constexpr,
     MEMBERS: tl.constexpr,
-    KEEP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TOKEN_BITS: tl.constexpr,
+    KEEP_BITS: tl.constexpr,
+    BLOCK_BITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WAYS: tl.constexpr,
 ):
@@ -83,6 +86,9 @@ def nsa_topk_kernel(
 
     MEMBERS, a power of two: rows of a tile per token, at least the heads of a group.
     """
+    TOKENS: tl.constexpr = 2**TOKEN_BITS
+    KEEP: tl.constexpr = 2**KEEP_BITS
+    BLOCK_N: tl.constexpr = 2**BLOCK_BITS
     BLOCK_M: tl.constexpr = TOKENS * MEMBERS
     # As in compressed attention: neighbouring memory side by side, many chunks first.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // HEADS_KV
@@ -135,9 +141,8 @@ def nsa_topk_kernel(
             score = group_scores(scores, lse, closed, chunk, TOKENS, MEMBERS, BLOCK_N)
             key = sortable(score, chunk, current)
             key = tl.where(key < bound[:, None], key, -1)
-            # Kept ascending against new descending: the larger ones of the pairs are the KEEP
-            # largest of both, and bitonic.
-            best = tl.bitonic_merge(tl.maximum(best, tl.topk(key, KEEP)))
+            new = largest(key, TOKEN_BITS, BLOCK_BITS, KEEP_BITS)
+            best = merged(best, new, TOKEN_BITS, KEEP_BITS)
         slot = filled + KEEP - 1 - tl.arange(0, KEEP)
         ids = tl.where(best < 0, -1, 0xFFFFFFFF - (best & 0xFFFFFFFF)).to(tl.int32)
         keep = (slot_token < length)[:, None] & (slot < SELECTED)[None, :]
@@ -154,7 +159,8 @@ def nsa_topk(out: Tensor, call: Any) -> None:
     shape = shape_class(dim)
     numbers = dict(configuration("nsa_topk", shape, machine(q)))
     block = columns(dim, shape == "wide").block
-    keep = min(triton.next_power_of_2(call.selected_block_num), numbers["BLOCK_N"])
+    block_n = numbers.pop("BLOCK_N")
+    keep = min(max(2, triton.next_power_of_2(call.selected_block_num)), block_n)
     # Few enough tokens for their kept keys; a tile of at least 16 rows.
     members = triton.next_power_of_2(group)
     block_m = max(numbers.pop("BLOCK_M"), members)
@@ -179,9 +185,10 @@ def nsa_topk(out: Tensor, call: Any) -> None:
         SELECTED=call.selected_block_num,
         Q_ROW=q_row,
         K_ROW=k_row,
-        TOKENS=per_tile,
         MEMBERS=members,
-        KEEP=keep,
+        TOKEN_BITS=bits(per_tile),
+        KEEP_BITS=bits(keep),
+        BLOCK_BITS=bits(block_n),
         BLOCK_D=block,
         WAYS=WAYS,
         **numbers,

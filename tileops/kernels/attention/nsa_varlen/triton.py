@@ -2,7 +2,7 @@
 
 Loading every token's blocks for itself is bound by the L2 cache, so a tile of a few tokens walks
 the union of their selections, each block once. A first kernel makes the unions: for every tile a
-list of entries, a block id below a word with a bit for each token that selected it. A block that
+list of entries, a block id above a word with a bit for each token that selected it. A block that
 a token names twice is in the list twice. Blocks whose keys all tokens of the tile may see come
 first, they need no mask but the word.
 """
@@ -20,7 +20,9 @@ from tileops.kernels.common.machine import configuration
 from tileops.kernels.common.triton_nsa import (
     FAR,
     WAYS,
+    ascending,
     attend_block,
+    bits,
     columns,
     load_queries,
     shape_class,
@@ -30,8 +32,18 @@ from tileops.kernels.common.triton_nsa import (
 
 WORD = 32  # bits: tokens of a tile
 SLOTS = 16  # of a token are joined at a time where their number is not known
-MOST_SLOTS = 64  # ... where it is
+JOINED = 256  # of the tokens of a tile together, where it is
 FLAT_SIZE = 256  # larger blocks are walked one by one
+
+
+@triton.jit
+def joined_words(word, block, lane, BITS: tl.constexpr):
+    """The bits of word [2 ** BITS] up to each lane of its block; equal blocks are neighbours."""
+    for step in tl.static_range(BITS):
+        before = tl.maximum(lane - 2**step, 0)
+        same = (lane >= 2**step) & (tl.gather(block, before, 0) == block)
+        word |= tl.where(same, tl.gather(word, before, 0), 0)
+    return word
 
 
 @triton.jit(do_not_specialize=["tokens", "requests", "slots"])
@@ -48,17 +60,22 @@ def nsa_union_kernel(
     SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    NO_BLOCK: tl.constexpr,
+    ROW_BITS: tl.constexpr,
+    SLOT_BITS: tl.constexpr,
+    SHORT: tl.constexpr,
     WAYS: tl.constexpr,
 ):
     """entries [HEADS_KV, T, slots] and lengths [HEADS_KV, T, 2] of a tile of TOKENS tokens.
 
-    A tile's list starts in the row of its first token and goes on in those of the others.
-    lengths, in the first token's row: entries whose keys all of the tile see, and all entries.
-    ROWS: a power of two, at least TOKENS. NO_BLOCK is larger than every block id.
+    A tile's list has the rows of its tokens: from the front the plain blocks, whose keys all of
+    them see, from the back the masked ones. lengths, in the first token's row: of either.
+    There are 2 ** ROW_BITS rows for the tokens; 2 ** SLOT_BITS slots are joined at a time.
+    SHORT: a block id and the number of a row fit 30 bits.
     """
+    BITS: tl.constexpr = ROW_BITS + SLOT_BITS
+    N: tl.constexpr = 2**BITS
+    ROWS: tl.constexpr = 2**ROW_BITS
+    SLOTS: tl.constexpr = 2**SLOT_BITS
     tile = tl.program_id(0) // HEADS_KV
     r = tl.program_id(0) % HEADS_KV
     n, first, begin, length = token_tile(offsets, requests, tokens, tile, TOKENS, WAYS)
@@ -77,35 +94,53 @@ def nsa_union_kernel(
     else:
         last = (position * 0 + length - 1) // SIZE
         whole = length // SIZE
-    bit = tl.where(live, tl.full([ROWS], 1, tl.int64) << token, 0)
     list_row = r.to(tl.int64) * tokens + first + begin
-    into = entries + list_row * slots
+    front = entries + list_row * slots
+    back = front + tl.minimum(TOKENS, length - begin) * slots - 1
 
-    count = begin * 0
-    plain = count
-    for masked in tl.static_range(2):
-        for start in range(0, slots, SLOTS):
-            slot = start + tl.arange(0, SLOTS)
-            named = live[:, None] & (slot < slots)[None, :] & (slot[None, :] < used[:, None])
-            block = tl.load(
-                block_indices + place[:, None] * slots + slot[None, :], mask=named, other=-1
+    lane = tl.arange(0, N)
+    plain = begin * 0
+    masked = plain
+    for start in range(0, slots, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        named = live[:, None] & (slot < slots)[None, :] & (slot[None, :] < used[:, None])
+        at = block_indices + place[:, None] * slots + slot[None, :]
+        block = tl.load(at, mask=named, other=-1)
+        named = (block >= 0) & (block <= last[:, None])
+        # Sorted by block, then token.
+        if SHORT:
+            named_by = tl.where(named, block * ROWS + token[:, None], 0x7FFFFFFF)
+        else:
+            named_by = tl.where(named, block.to(tl.int64) * ROWS + token[:, None], 2**62)
+        named_by = ascending(tl.reshape(named_by, [N]), BITS)
+        block = named_by // ROWS
+        bit = tl.full([N], 1, tl.int32) << (named_by % ROWS).to(tl.int32)
+        is_plain = block < whole
+        final = (lane == N - 1) | (tl.gather(block, tl.minimum(lane + 1, N - 1), 0) != block)
+        before = tl.maximum(lane - 1, 0)
+        same = (lane > 0) & (tl.gather(named_by, before, 0) == named_by)
+        waiting = (named_by < (0x7FFFFFFF if SHORT else 2**62)).to(tl.int32)
+        left = tl.max(waiting, 0)
+        while left > 0:
+            # A block that a token names again waits for the next round.
+            again = tl.where(same, tl.gather(waiting, before, 0), 0) * waiting
+            word = tl.where(waiting > again, bit, 0)
+            word = joined_words(word, block, lane, BITS)
+            put = final & (word != 0)
+            place_here = tl.cumsum(put.to(tl.int32), 0) - 1
+            all_here = tl.sum(put.to(tl.int32), 0)
+            plain_here = tl.sum((put & is_plain).to(tl.int32), 0)
+            into = tl.where(
+                is_plain, front + plain + place_here, back - masked - (place_here - plain_here)
             )
-            named = (block >= 0) & (block <= last[:, None]) & ((block >= whole) == (masked == 1))
-            block = tl.where(named, block, NO_BLOCK)
-            smallest = tl.min(tl.min(block, 1), 0)
-            while smallest < NO_BLOCK:
-                same = block == smallest
-                times = tl.sum(same.to(tl.int32), 1)
-                for occurrence in range(0, tl.max(times, 0)):
-                    word = tl.sum(tl.where(times > occurrence, bit, 0), 0)
-                    tl.store(into + count, (word << 32) | smallest)
-                    count += 1
-                block = tl.where(same, NO_BLOCK, block)
-                smallest = tl.min(tl.min(block, 1), 0)
-        if masked == 0:
-            plain = count
+            joined = (block.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
+            tl.store(into, joined, mask=put)
+            plain += plain_here
+            masked += all_here - plain_here
+            waiting = again
+            left = tl.max(waiting, 0)
     tl.store(lengths + list_row * 2, plain)
-    tl.store(lengths + list_row * 2 + 1, count)
+    tl.store(lengths + list_row * 2 + 1, masked)
 
 
 @triton.jit(do_not_specialize=["tokens", "requests", "slots"])
@@ -173,7 +208,10 @@ def nsa_varlen_kernel(
     list_row = r.to(tl.int64) * tokens + first + begin
     blocks = entries + list_row * slots
     plain = tl.load(lengths + list_row * 2, mask=real, other=0)
-    count = tl.load(lengths + list_row * 2 + 1, mask=real, other=0)
+    masked = tl.load(lengths + list_row * 2 + 1, mask=real, other=0)
+    count = plain + masked
+    # From the end of the plain blocks to the masked ones.
+    gap = tl.minimum(TOKENS, length - begin) * slots - count
     limit = length
     if IS_CAUSAL:
         limit = tl.minimum(begin + TOKENS, length)
@@ -190,8 +228,8 @@ def nsa_varlen_kernel(
         for start in range(0, whole, BLOCK_N):
             lane = start + tl.arange(0, BLOCK_N)
             entry = tl.load(blocks + lane // SIZE)
-            key = (entry & 0x7FFFFFFF).to(tl.int32) * SIZE + lane % SIZE
-            word = (entry >> 32).to(tl.int32)
+            key = (entry >> 32).to(tl.int32) * SIZE + lane % SIZE
+            word = entry.to(tl.int32)
             at = key.to(tl.int64)
             seen = (word[None, :] & bit[:, None]) != 0
             acc, top, total = attend_block(
@@ -201,9 +239,11 @@ def nsa_varlen_kernel(
             )  # fmt: skip
         for start in range(whole, keys, BLOCK_N):
             lane = start + tl.arange(0, BLOCK_N)
-            entry = tl.load(blocks + lane // SIZE, mask=lane < keys, other=0)
-            key = (entry & 0x7FFFFFFF).to(tl.int32) * SIZE + lane % SIZE
-            word = (entry >> 32).to(tl.int32)
+            index = lane // SIZE
+            index += tl.where(index < plain, 0, gap)
+            entry = tl.load(blocks + index, mask=lane < keys, other=0)
+            key = (entry >> 32).to(tl.int32) * SIZE + lane % SIZE
+            word = entry.to(tl.int32)
             alive = (lane < keys) & (key < limit)
             at = key.to(tl.int64)
             seen = alive[None, :] & ((word[None, :] & bit[:, None]) != 0)
@@ -216,9 +256,9 @@ def nsa_varlen_kernel(
             )  # fmt: skip
     else:
         for index in range(0, count):
-            entry = tl.load(blocks + index)
-            block_first = (entry & 0x7FFFFFFF).to(tl.int32) * SIZE
-            seen_by = ((entry >> 32).to(tl.int32) & bit) != 0
+            entry = tl.load(blocks + index + tl.where(index < plain, 0, gap))
+            block_first = (entry >> 32).to(tl.int32) * SIZE
+            seen_by = (entry.to(tl.int32) & bit) != 0
             stop = block_first + tl.minimum(limit - block_first, SIZE)
             for start in range(block_first, stop, BLOCK_N):
                 key = start + tl.arange(0, BLOCK_N)
@@ -262,6 +302,8 @@ def nsa_varlen_fwd(out: Tensor, call: Any) -> None:
     entries = q.new_empty((heads_kv, tokens, slots), dtype=torch.int64)
     lengths = q.new_empty((heads_kv, tokens, 2), dtype=torch.int32)
     size = min(call.block_size, FAR)
+    union_rows = triton.next_power_of_2(per_tile)
+    joined = joined_slots(slots, union_rows)
     launch(
         nsa_union_kernel,
         (tiles * heads_kv,),
@@ -277,11 +319,11 @@ def nsa_varlen_fwd(out: Tensor, call: Any) -> None:
         SIZE=size,
         IS_CAUSAL=call.is_causal,
         TOKENS=per_tile,
-        ROWS=triton.next_power_of_2(per_tile),
-        SLOTS=joined_slots(slots),
-        NO_BLOCK=FAR,
+        ROW_BITS=bits(union_rows),
+        SLOT_BITS=bits(joined),
+        SHORT=size >= 2 * union_rows,
         WAYS=WAYS,
-        warps=1,
+        warps=max(1, union_rows * joined // 64),
         stages=1,
     )
     launch(
@@ -318,8 +360,8 @@ def nsa_varlen_fwd(out: Tensor, call: Any) -> None:
     )
 
 
-def joined_slots(slots: Any) -> int:
+def joined_slots(slots: Any, union_rows: int) -> int:
     """Slots of a token that the union kernel joins at a time."""
     if not isinstance(slots, int):
         return SLOTS
-    return min(max(SLOTS, triton.next_power_of_2(slots)), MOST_SLOTS)
+    return min(max(SLOTS, triton.next_power_of_2(slots)), max(SLOTS, JOINED // union_rows))
