@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import plot, results
-from benchmarks.peers import OURS, PEERS
+from benchmarks.peers import OURS, PEERS, serves
 from benchmarks.processes import Contestants, Message, Process, Stopwatch, parse_sites
 from benchmarks.results import Result
 from benchmarks.rows import ROWS, Row, select
@@ -109,9 +109,9 @@ class Race:
         def each(names: list[str]) -> list[tuple[str, Message]]:
             return [(name, one(name)) for name in names]
 
-        kinds = self.contestants.kinds().values()
-        with ThreadPoolExecutor(len(kinds)) as pool:
-            replies = [pair for found in pool.map(each, kinds) for pair in found]
+        groups = self.contestants.by_process(self.row.op)
+        with ThreadPoolExecutor(len(groups)) as pool:
+            replies = [pair for found in pool.map(each, groups) for pair in found]
         for name, reply in replies:
             if reply["ok"] and reply["error"] <= self.row.tolerance:
                 self.ready[name] = reply
@@ -195,7 +195,7 @@ def warm(rows: Sequence[Row], contestants: Contestants, jobs: int, watch: Stopwa
     tasks = {name: queue.SimpleQueue[Row]() for name in contestants.names if name in COMPILING}
     for name, waiting in tasks.items():
         for row in rows:
-            if name != "flex" or row.op == "GQADenseFwdOp":
+            if serves(name, row.op):
                 waiting.put(row)
 
     def drain(name: str, waiting: queue.SimpleQueue[Row]) -> None:
@@ -274,8 +274,8 @@ def run(options: argparse.Namespace, rows: Sequence[Row], contestants: Contestan
     watch = Stopwatch(options.deadline)
     order = [row.name for row in ROWS]
     with ThreadPoolExecutor() as pool:  # every process imports torch while the others do
-        names = contestants.kinds().values()
-        list(pool.map(lambda n: contestants.of(n[0]).ask({"do": "hello"}, START_S), names))
+        processes = {id(p): p for p in map(contestants.of, contestants.names)}.values()
+        list(pool.map(lambda process: process.ask({"do": "hello"}, START_S), processes))
     machine = Machine.ask(contestants.of(OURS))
     tell(f"{machine}; {watch.passed:.0f} s")
     if len(rows) > 2 and not options.no_warm:
@@ -316,11 +316,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print(listing(rows))
         return 0
-    wanted = () if options.no_peers else options.peers or PEERS
+    wanted = [] if options.no_peers else options.peers or PEERS
+    wanted = [name for name in wanted if any(serves(name, row.op) for row in rows)]
     contestants = Contestants(wanted, options.sites, options.device)
-    missing = contestants.missing(options.peers)
-    if missing and not options.no_peers:
-        tell(f"no --peer-site: {', '.join(missing)}")
+    missing = contestants.missing(wanted)
+    if missing:
+        tell(f"without {', '.join(missing)}: no --peer-site")
     try:
         return run(options, rows, contestants)
     finally:

@@ -30,6 +30,7 @@ class Unserved(Exception):
 
 
 CONTESTANTS: dict[str, Builder] = {}
+SERVED: dict[str, tuple[str, ...]] = {}  # by contestant; () is every operator
 
 # Peers of torch itself, and those that need the folder their packages were unpacked to.
 TORCH = ("sdpa-cudnn", "sdpa-flash", "flex")
@@ -37,17 +38,17 @@ SITES = ("tileops", "fa4", "fla")
 PEERS = (*TORCH, *SITES)
 
 
-def contestant(name: str) -> Callable[[Builder], Builder]:
+def contestant(name: str, *ops: str) -> Callable[[Builder], Builder]:
     def add(builder: Builder) -> Builder:
-        CONTESTANTS[name] = builder
+        CONTESTANTS[name], SERVED[name] = builder, ops
         return builder
 
     return add
 
 
-def serves(op: str, *ops: str) -> None:
-    if op not in ops:
-        raise Unserved(f"has no {op}")
+def serves(name: str, op: str) -> bool:
+    """Whether a contestant has a call for any row of an operator."""
+    return not SERVED[name] or op in SERVED[name]
 
 
 def with_dtypes(options: Shape) -> Shape:
@@ -105,7 +106,6 @@ def serving(op: str, options: Shape, t: Tensors) -> str:
 
 def sdpa(backend: SDPBackend) -> Builder:
     def build(op: str, shape: Shape, options: Shape, t: Tensors) -> Call:
-        serves(op, "GQADenseFwdOp", "GQABwdOp")
         only(options, "is_causal", "sm_scale")
         if shape["dtype"] == "e4m3":
             raise Unserved("has no FP8")
@@ -148,13 +148,13 @@ def sdpa(backend: SDPBackend) -> Builder:
     return build
 
 
-CONTESTANTS["sdpa-cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION)
-CONTESTANTS["sdpa-flash"] = sdpa(SDPBackend.FLASH_ATTENTION)
+dense = ("GQADenseFwdOp", "GQABwdOp")
+contestant("sdpa-cudnn", *dense)(sdpa(SDPBackend.CUDNN_ATTENTION))
+contestant("sdpa-flash", *dense)(sdpa(SDPBackend.FLASH_ATTENTION))
 
 
-@contestant("flex")
+@contestant("flex", "GQADenseFwdOp")
 def flex(op: str, shape: Shape, options: Shape, t: Tensors) -> Call:
-    serves(op, "GQADenseFwdOp")
     only(options, "is_causal", "sm_scale", "softcap", "window_size_left")
     if shape["dtype"] == "e4m3" or shape["s_q"] != shape["s_kv"]:
         raise Unserved("is compared at square 16-bit rows")
@@ -265,9 +265,8 @@ def write_then_read(release: Any, shape: Shape, options: Shape, t: Tensors) -> C
 # ---------------------------------------------------------------------- FlashAttention-4
 
 
-@contestant("fa4")
+@contestant("fa4", "GQADenseFwdOp", "GQABwdOp", "GQAVarlenFwdOp", "GQAPagedFwdOp")
 def fa4(op: str, shape: Shape, options: Shape, t: Tensors) -> Call:
-    serves(op, "GQADenseFwdOp", "GQABwdOp", "GQAVarlenFwdOp", "GQAPagedFwdOp")
     known = ("is_causal", "sm_scale", "softcap", "window_size_left", "window_size_right")
     only(options, *known)
     if "e4m3" in (shape["dtype"], shape.get("cache")):
@@ -307,10 +306,9 @@ def fa4(op: str, shape: Shape, options: Shape, t: Tensors) -> Call:
 # -------------------------------------------------------------- flash-linear-attention
 
 
-@contestant("fla")
+@contestant("fla", "NSACompressedVarlenFwdOp", "NSATopKVarlenFwdOp", "NSAVarlenFwdOp")
 def fla(op: str, shape: Shape, options: Shape, t: Tensors) -> Call:
     """Its NSA kernels; a batch of one packed sequence, offsets as cu_seqlens."""
-    serves(op, "NSACompressedVarlenFwdOp", "NSATopKVarlenFwdOp", "NSAVarlenFwdOp")
     compression: Any = importlib.import_module("fla.ops.nsa.compression")
     parallel: Any = importlib.import_module("fla.ops.nsa.parallel")
     ends, scale = t["offsets"], options["scale"]

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks.peers import OURS, PEERS, SITES, TORCH
+from benchmarks.peers import OURS, PEERS, SITES, TORCH, serves
 
 Message: TypeAlias = dict[str, Any]
 
@@ -58,7 +58,7 @@ class Process:
                 stderr=log,
                 text=True,
                 env=self.environment(),
-                cwd=WORKER.parent,
+                cwd=tempfile.gettempdir(),
             )
         self.reader = threading.Thread(target=self.read, args=(self.child, self.replies))
         self.reader.start()
@@ -157,11 +157,13 @@ class Contestants:
             self.processes[kind] = self.fresh(kind)
         return self.processes[kind]
 
-    def kinds(self) -> dict[str, list[str]]:
+    def by_process(self, op: str) -> list[list[str]]:
+        """The contestants that have a call for the op, those of one process together."""
         found: dict[str, list[str]] = {}
         for name in self.names:
-            found.setdefault(self.kind(name), []).append(name)
-        return found
+            if serves(name, op):
+                found.setdefault(self.kind(name), []).append(name)
+        return list(found.values())
 
     def close(self) -> None:
         for process in self.processes.values():

@@ -46,8 +46,10 @@ class Clock:
     """Times calls on one device. Everything it runs, it runs on its own stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self.on_gpu = device.type == "cuda"
+        if self.on_gpu and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
         if self.on_gpu:
             torch.cuda.set_device(device)
             self.stream = torch.cuda.Stream()

@@ -61,15 +61,6 @@ from benchmarks.reference import Check, expect  # noqa: E402
 
 Message = dict[str, Any]
 
-LOST = (
-    "illegal memory access",
-    "illegal instruction",
-    "misaligned address",
-    "unspecified launch failure",
-    "device-side assert",
-    "launch timed out",
-    "CUDA error: unknown",
-)
 FEWEST, MOST = 3, 60  # samples in one turn
 
 
@@ -84,8 +75,8 @@ class Worker:
     """The row in hand: its tensors, its check, and the contestants prepared for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self.clock = timing.Clock(device)
+        self.device = self.clock.device
         self.row: tuple[str, str] | None = None
         self.tensors: inputs.Tensors = {}
         self.check: Check | None = None
@@ -252,8 +243,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
     device = torch.device(parser.parse_args().device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a package prints must not be taken for a reply
     worker = Worker(device)

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import gpu, plot, results, work
 from benchmarks.inputs import DTYPES, E4M3, build
-from benchmarks.peers import CONTESTANTS, PEERS, Unserved
+from benchmarks.peers import CONTESTANTS, PEERS, Unserved, serves
 from benchmarks.processes import ROOT, WORKER, Contestants, Process, Stopwatch, parse_sites
 from benchmarks.reference import expect
 from benchmarks.rows import ROWS, Row, find, select
@@ -222,8 +222,8 @@ def test_a_peer_says_what_it_has_nothing_for():
     t = row.build("cpu")
     with pytest.raises(Unserved, match="softcap"):
         CONTESTANTS["sdpa-flash"](row.op, row.shape, row.options, t)
-    with pytest.raises(Unserved, match="MLADecode"):
-        CONTESTANTS["fa4"]("MLADecodeWithKVCacheFwdOp", {}, {}, {})
+    assert serves("fa4", row.op) and not serves("fa4", "MLADecodeWithKVCacheFwdOp")
+    assert serves("ours", "MLADecodeWithKVCacheFwdOp")
 
 
 @pytest.mark.parametrize("name", ["dense-causal-bwd-b4-s2048-d128", "dense-decode-b32-s4096-d128"])
