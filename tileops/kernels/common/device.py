@@ -20,6 +20,12 @@ def float32(x):
 
 
 @triton.jit
+def int64(x):
+    """An integer argument as int64: where it is 1 Inductor makes it a constant without `.to`."""
+    return tl.full([], x, tl.int64)
+
+
+@triton.jit
 def dot(a, b, acc):
     """acc + a @ b in float32; acc None starts at zero."""
     if F32_DOT:
@@ -121,7 +127,8 @@ def find_request(offsets, count, numerator, unit, at, WAYS: tl.constexpr):
     tile ids from offsets[b] * numerator // unit + b on: they are enough for its rows and end
     before those of the next request. Every step looks at WAYS requests at once.
     """
-    low = 0
+    low = tl.full([], 0, tl.int32)
+    count = low + count
     while count > 1:
         step = (count + WAYS - 1) // WAYS
         probe = low + tl.arange(0, WAYS) * step
@@ -138,7 +145,8 @@ def find_request(offsets, count, numerator, unit, at, WAYS: tl.constexpr):
 @triton.jit
 def last_not_after(offsets, count, at, WAYS: tl.constexpr):
     """The last index i < count with offsets[i] <= at."""
-    low = 0
+    low = tl.full([], 0, tl.int32)
+    count = low + count
     while count > 1:
         step = (count + WAYS - 1) // WAYS
         probe = tl.arange(0, WAYS) * step

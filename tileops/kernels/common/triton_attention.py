@@ -305,7 +305,8 @@ def attention_kernel(
         [rows, HEADS_KV * D], o_tiles of [BLOCK_M / GROUP, GROUP, D] blocks of o.
     """
     HEADS: tl.constexpr = HEADS_KV * GROUP
-    # Q8 calls multiply in e4m3 where the machine can, else in float16, which holds every code.
+    # Q8 calls multiply in e4m3 where the machine can (a dot of 32 columns or more), else in
+    # float16, which holds every code.
     if Q8:
         dtype: tl.constexpr = tl.float16
     else:
@@ -334,7 +335,7 @@ def attention_kernel(
             q, q_at, live & (positions >= 0), positions, cos, sin, D, BLOCK_D, ROTARY, NEOX,
             Q8, NATIVE,
         ).to(dtype)  # fmt: skip
-    elif Q8 and K8 and NATIVE:
+    elif Q8 and K8 and NATIVE and BLOCK_D >= 32:
         queries = load_rows(q, q_at, live, D, BLOCK_D, q.dtype.element_ty, False, True, True)
     else:
         queries = load_rows(q, q_at, live, D, BLOCK_D, dtype, Q8, NATIVE, True)

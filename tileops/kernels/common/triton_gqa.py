@@ -168,10 +168,11 @@ def _launch(
     (k_new, k_new_row), (v_new, v_new_row) = map(rows, keys.fresh or (k, v))
     packed = queries.offsets is not None
     block_d = padded(dim)
-    # With one split nothing is parted: a buffer without elements.
-    parts = splits * smaller(splits - 1, 1)
-    partial_o = q.new_empty((parts, tokens, heads, dim), dtype=torch.float32)
-    partial_lse = q.new_empty((parts, tokens, heads), dtype=torch.float32)
+    # [splits, tokens, H, D] and [splits, tokens, H], next to nothing with one split; flat, and
+    # never empty, since torch guards on whether a tensor has elements.
+    parted = splits * smaller(splits - 1, 1) * tokens * heads
+    partial_o = q.new_empty((larger(parted * dim, 16),), dtype=torch.float32)
+    partial_lse = q.new_empty((larger(parted, 16),), dtype=torch.float32)
     right = min(scores.right, FAR) if 0 <= scores.right < FAR else -1
     sinks = scores.sinks
     element = k.dtype.itemsize * 2 * dim
@@ -204,7 +205,7 @@ def _launch(
         e4m3_argument(k),
         e4m3_argument(v),
         o,
-        o if lse is None else lse,
+        q8 if lse is None else lse,
         partial_o,
         partial_lse,
         _or(queries.offsets, q8),
@@ -274,8 +275,8 @@ def _launch(
         partial_o,
         partial_lse,
         o,
-        o if lse is None else lse,
-        _or(sinks, o),
+        partial_o if lse is None else lse,
+        _or(sinks, partial_o),
         combined,
         queries.length,
         splits,

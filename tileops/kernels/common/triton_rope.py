@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tileops.kernels.common.device import e4m3_load, last_not_after
+from tileops.kernels.common.device import e4m3_load, int64, last_not_after
 from tileops.kernels.common.launch import e4m3_argument, launch, native_e4m3, padded, rows
 
 ROWS = 32  # (token, head) pairs of one program of the pre-pass
@@ -116,7 +116,7 @@ def rotate_kernel(
     if PACKED:
         # Rows of one program lie in few requests: search for the first, step to the others.
         first = tl.program_id(0).to(tl.int64) * BLOCK_R // HEADS
-        last = tl.minimum(first + (BLOCK_R + HEADS - 1) // HEADS, tokens.to(tl.int64) - 1)
+        last = tl.minimum(first + (BLOCK_R + HEADS - 1) // HEADS, int64(tokens) - 1)
         low = last_not_after(offsets, requests + 1, first, SEARCH)
         high = last_not_after(offsets, requests + 1, last, SEARCH)
         position = token * 0

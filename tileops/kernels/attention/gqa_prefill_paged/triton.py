@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tileops.kernels.common.device import e4m3_store, last_not_after
+from tileops.kernels.common.device import e4m3_store, int64, last_not_after
 from tileops.kernels.common.gqa_hooks import score_scale
 from tileops.kernels.common.launch import e4m3_argument, launch, padded, rows
 from tileops.kernels.common.triton_gqa import WAYS, Keys, Queries, Scores, attend
@@ -98,7 +98,7 @@ def append_kernel(
         return
     first = last_not_after(offsets, requests + 1, start, WAYS)
     last = last_not_after(
-        offsets, requests + 1, tl.minimum(start + BLOCK_T, tokens.to(tl.int64)) - 1, WAYS
+        offsets, requests + 1, tl.minimum(start + BLOCK_T, int64(tokens)) - 1, WAYS
     )
     position = tl.full([BLOCK_T], -1, tl.int64)
     request = tl.full([BLOCK_T], 0, tl.int64)
