@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tileops.kernels.common.device import LOG2E, dot, float32, tanh, visible
 from tileops.kernels.common.triton_rope import load_rows
-from tileops.kernels.common.triton_tiles import seat, spread, spread_spots
+from tileops.kernels.common.triton_tiles import spread, spread_spots
 
 
 @triton.jit
@@ -135,7 +135,6 @@ def visit_rows(
     do_not_specialize=[
         "requests",
         "tokens",
-        "tokens_kv",
         "length_q",
         "length_kv",
         "tiles",
@@ -155,21 +154,17 @@ def keys_kernel(
     dk_sum,
     dv_sum,
     dq_sum,
-    offsets_q,
-    offsets_kv,
-    order,
+    places,
     scale,
     cap,
     requests,
     tokens,
-    tokens_kv,
     length_q,
     length_kv,
     tiles,
     splits,
     parts,
     PACKED: tl.constexpr,
-    ORDERED: tl.constexpr,
     HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -185,11 +180,10 @@ def keys_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WARPS: tl.constexpr,
-    WAYS: tl.constexpr,
 ):
     """dk and dv [tokens_kv, H_kv, D] of one tile of keys of one KV head.
 
-    tiles: of a request (dense), or of the whole batch (PACKED), with ORDERED in order [tiles, 2].
+    tiles: of a request (dense), or of the whole batch (PACKED), which places tells apart.
     splits: parts that the rows of a tile are walked in. With more than one, the parts add up in
         dk_sum and dv_sum, float32, and dk and dv are not written.
     FUSED: so do the shares of dq in dq_sum [H_kv, parts, BLOCK_M * BLOCK_D], each part a block of
@@ -203,11 +197,23 @@ def keys_kernel(
     if program >= tiles * pairs:
         return
     r = program % HEADS_KV
-    # First keys come first: under a causal mask most rows see them.
-    b, tile, kv_start, kv_len, q_start, q_len = seat(
-        program // pairs, program % pairs // HEADS_KV, offsets_kv, offsets_q, order, requests,
-        tokens_kv, length_kv, length_q, 1, BLOCK_N, PACKED, ORDERED, WAYS,
-    )  # fmt: skip
+    if PACKED:
+        # In the body: what a function loads, compilers take for what its results point into.
+        place = places + (program // pairs).to(tl.int64) * 6
+        b = tl.load(place)
+        tile = tl.load(place + 1)
+        kv_start = tl.load(place + 2).to(tl.int64)
+        kv_len = tl.load(place + 3)
+        q_start = tl.load(place + 4).to(tl.int64)
+        q_len = tl.load(place + 5)
+    else:
+        b = program % pairs // HEADS_KV
+        # First keys come first: under a causal mask most rows see them.
+        tile = program // pairs
+        kv_start = b.to(tl.int64) * length_kv
+        kv_len = length_kv
+        q_start = b.to(tl.int64) * length_q
+        q_len = length_q
     first_key = tile * BLOCK_N
     if first_key >= kv_len:
         return
@@ -355,9 +361,7 @@ def queries_kernel(
     levels,
     deltas,
     dq,
-    offsets_q,
-    offsets_kv,
-    order,
+    places,
     scale,
     cap,
     requests,
@@ -366,7 +370,6 @@ def queries_kernel(
     length_kv,
     tiles,
     PACKED: tl.constexpr,
-    ORDERED: tl.constexpr,
     HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -380,11 +383,10 @@ def queries_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    WAYS: tl.constexpr,
 ):
     """dq [tokens, H, D] of one tile of rows of one KV head.
 
-    tiles: of a request (dense), or of the whole batch (PACKED), with ORDERED in order [tiles, 2].
+    tiles: of a request (dense), or of the whole batch (PACKED), which places tells apart.
     """
     program = tl.program_id(0)
     pairs = HEADS_KV
@@ -393,14 +395,22 @@ def queries_kernel(
     if program >= tiles * pairs:
         return
     r = program % HEADS_KV
-    at = program // pairs
-    if not ORDERED:
+    if PACKED:
+        # In the body: what a function loads, compilers take for what its results point into.
+        place = places + (program // pairs).to(tl.int64) * 6
+        tile = tl.load(place + 1)
+        q_start = tl.load(place + 2).to(tl.int64)
+        q_len = tl.load(place + 3)
+        kv_start = tl.load(place + 4).to(tl.int64)
+        kv_len = tl.load(place + 5)
+    else:
+        b = program % pairs // HEADS_KV
         # Last rows come first: under a causal mask they see most keys.
-        at = tiles - 1 - at
-    _, tile, q_start, q_len, kv_start, kv_len = seat(
-        at, program % pairs // HEADS_KV, offsets_q, offsets_kv, order, requests, tokens, length_q,
-        length_kv, GROUP, BLOCK_M, PACKED, ORDERED, WAYS,
-    )  # fmt: skip
+        tile = tiles - 1 - program // pairs
+        q_start = b.to(tl.int64) * length_q
+        q_len = length_q
+        kv_start = b.to(tl.int64) * length_kv
+        kv_len = length_kv
     first = tile * BLOCK_M
     rows = q_len * GROUP
     if first >= rows:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tileops.kernels.common.device import LOG2E, float32
-from tileops.kernels.common.triton_tiles import gathered, seat, spread_spot, spread_spots
+from tileops.kernels.common.triton_tiles import gathered, spread_spot, spread_spots
 
 
 @triton.jit(do_not_specialize=["requests", "tokens", "length_q", "blocks"])
@@ -111,11 +111,9 @@ def finish_kernel(
     out,
     cos,
     sin,
-    offsets,
-    offsets_other,
+    places,
     scale,
     requests,
-    tokens,
     length,
     length_other,
     tiles,
@@ -130,14 +128,14 @@ def finish_kernel(
     ROTARY: tl.constexpr,
     NEOX: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     WARPS: tl.constexpr,
-    WAYS: tl.constexpr,
 ):
     """out [tokens, H_kv * GROUP, D] = x scaled and, with ROTARY, rotated back; none if not active.
 
-    x: float32, laid out like out; SPREAD: in blocks of BLOCK_M rows of one KV head as `spread`
-        lays them out.
+    A program has one block of BLOCK_M rows of a tile of TILE rows of one KV head.
+    x: float32, laid out like out; SPREAD: in whole tiles as `spread` lays them out.
     QUERIES: positions end where the other side's do; keys begin at 0.
     """
     program = tl.program_id(0)
@@ -147,20 +145,30 @@ def finish_kernel(
     if program >= tiles * pairs * active:
         return
     r = program % HEADS_KV
-    at = program // pairs
-    b, tile, start, count, _, count_other = seat(
-        at, program % pairs // HEADS_KV, offsets, offsets_other, offsets, requests, tokens, length,
-        length_other, GROUP, BLOCK_M, PACKED, False, WAYS,
-    )  # fmt: skip
-    if tile * BLOCK_M >= count * GROUP:
+    if PACKED:
+        # In the body: what a function loads, compilers take for what its results point into.
+        place = places + (program // pairs).to(tl.int64) * 6
+        b = tl.load(place)
+        tile = tl.load(place + 1)
+        start = tl.load(place + 2).to(tl.int64)
+        count = tl.load(place + 3)
+        count_other = tl.load(place + 5)
+    else:
+        b = program % pairs // HEADS_KV
+        tile = program // pairs
+        start = b.to(tl.int64) * length
+        count = length
+        count_other = length_other
+    first_row = tile * TILE + tl.program_id(1) * BLOCK_M
+    if first_row >= count * GROUP:
         return
     lane = tl.arange(0, BLOCK_M)
-    row = tile * BLOCK_M + lane
+    row = first_row + lane
     live = row < count * GROUP
     token = start + row // GROUP
     head = r * GROUP + row % GROUP
     if PACKED:
-        part = r.to(tl.int64) * tiles + at
+        part = r.to(tl.int64) * tiles + start * GROUP // TILE + b + tile
     else:
         part = (r * requests + b).to(tl.int64) * tiles + tile
     column = tl.arange(0, BLOCK_D)
@@ -168,7 +176,7 @@ def finish_kernel(
     HEADS: tl.constexpr = HEADS_KV * GROUP
     natural = ((token * HEADS + head) * D)[:, None] + column[None, :]
     if SPREAD:
-        x += part * (BLOCK_M * BLOCK_D)
+        x += part * (TILE * BLOCK_D)
         lines = tl.load(x + spread_spots(BLOCK_M, BLOCK_D, WARPS))
         result = gathered(lines, BLOCK_M, BLOCK_D, WARPS)
     else:

@@ -9,13 +9,13 @@ from tileops.kernels.common.launch import larger, launch, machine, padded, rows,
 from tileops.kernels.common.machine import Machine, configuration
 from tileops.kernels.common.triton_attention_backward import keys_kernel, queries_kernel
 from tileops.kernels.common.triton_backward_rows import finish_kernel, rows_kernel, sinks_kernel
-from tileops.kernels.common.triton_gqa import FAR, WAYS, Scores
-from tileops.kernels.common.triton_tiles import order_kernel
+from tileops.kernels.common.triton_gqa import FAR, Scores
+from tileops.kernels.common.triton_tiles import places_kernel
 
 ROWS = 64  # of one program of rows_kernel
 FINISHED = 32  # rows of one program of finish_kernel, where nothing else decides
 SHARES = 1024  # summed at a time
-SORTED = 1024  # requests whose tiles are put in order
+SORTED = 1024  # requests whose tiles are put in the order of their work
 SPLIT_ROWS = 512  # a split walks at least so many rows
 MAX_SPLITS = 64
 ROUNDS = 2  # programs per multiprocessor that even out their unequal work
@@ -34,14 +34,18 @@ class Requests(NamedTuple):
     def packed(self) -> bool:
         return self.offsets_q is not None
 
-    def tiles(self, tokens: Any, length: Any, rows: int, block: int) -> tuple[Any, Any]:
-        """How many tiles of `block` rows, `rows` a token: as kernels count them (of the batch if
-        packed, else of a request), and of the batch."""
-        if self.packed:
-            tiles = tokens * rows // block + self.count + 1
-            return tiles, tiles
-        tiles = (length * rows + block - 1) // block
-        return tiles, tiles * self.count
+
+class Tiles(NamedTuple):
+    """Tiles of the rows of one side of the requests.
+
+    count: as kernels count them, of the batch if packed, else of a request. total: of the batch.
+    places: which is which, if packed.
+    """
+
+    rows: int
+    count: Any
+    total: Any
+    places: Tensor | None
 
 
 class Forward(NamedTuple):
@@ -77,6 +81,42 @@ def keys_numbers(device: Machine, block_d: int) -> dict[str, int]:
     return numbers
 
 
+def tiles_of(
+    requests: Requests, tokens: Any, queries: bool, rows: int, numerator: int, heavy: str | None
+) -> Tiles:
+    """Tiles of `rows` rows, `numerator` rows a token, of the tokens of queries or of keys.
+
+    heavy: the end of a request, "first" or "last", whose tiles have most to do.
+    """
+    own, other = requests.offsets_q, requests.offsets_kv
+    length = requests.length_q
+    if not queries:
+        own, other, length = other, own, requests.length_kv
+    if own is None or other is None:
+        count = (length * numerator + rows - 1) // rows
+        return Tiles(rows, count, count * requests.count, None)
+    count = tokens * numerator // rows + requests.count + 1
+    places = own.new_empty((count * 6,))
+    launch(
+        places_kernel,
+        (count,),
+        own,
+        other,
+        places,
+        requests.count,
+        tokens,
+        count,
+        numerator=numerator,
+        BLOCK=rows,
+        SORTED=heavy is not None,
+        FIRST=heavy == "first",
+        WAYS=SORTED,
+        warps=4,
+        stages=1,
+    )
+    return Tiles(rows, count, count, places)
+
+
 def attend_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     dsinks: Tensor | None,
@@ -93,36 +133,41 @@ def attend_backward(
     k, k_row = rows(forward.k)
     v, v_row = rows(forward.v)
     do, do_row = rows(forward.do)
-    tokens, tokens_kv = q.shape[0], k.shape[0]
-    heads, dim = q.shape[1:]
-    heads_kv = k.shape[1]
+    tokens, (heads, dim) = q.shape[0], q.shape[1:]
+    tokens_kv, heads_kv = k.shape[:2]
     group = heads // heads_kv
-    device = machine(q)
-    numbers = keys_numbers(device, padded(dim))
-    fused, block_m = bool(numbers["FUSED"]), numbers["BLOCK_M"]
+    left = scores.left if scores.left < FAR else -1
+    right = 0 if scores.is_causal else scores.right if scores.right < FAR else -1
+    ramp = left < 0 <= right
+    numbers = keys_numbers(machine(q), padded(dim))
+    fused = bool(numbers["FUSED"])
+
     levels = q.new_empty((heads_kv, tokens, group), dtype=torch.float32)
     deltas = torch.empty_like(levels)
     _rows(levels, deltas, dsinks, forward._replace(do=do), requests, scores)
 
-    tiles, all_tiles = requests.tiles(tokens_kv, requests.length_kv, 1, numbers["BLOCK_N"])
+    keys = tiles_of(requests, tokens_kv, False, numbers["BLOCK_N"], 1, "first" if ramp else None)
     splits: Any = 1
     if not deterministic():
-        walked = tokens if requests.packed else requests.length_q
-        splits = splits_wanted(all_tiles * heads_kv, device.processors, walked * group)
+        walked = (tokens if requests.packed else requests.length_q) * group
+        splits = splits_wanted(keys.total * heads_kv, machine(q).processors, walked)
     split = smaller(splits - 1, 1)  # 1 where there are parts to add up, else 0
-    dk_sum = _zeros(q, (tokens_kv if scores.rotary else tokens_kv * split, heads_kv, dim))
-    dv_sum = _zeros(q, (tokens_kv * split, heads_kv, dim))
-    _, parts = requests.tiles(tokens, requests.length_q, group, block_m)
-    dq_sum = levels
+    dk_sum, dv_sum = levels, levels
+    if scores.rotary:
+        dk_sum = q.new_zeros((tokens_kv * heads_kv * dim,), dtype=torch.float32)
+    if not (type(split) is int and split == 0):
+        # Two elements more: of a size that may be 0 or 1, tracing would ask which.
+        size = tokens_kv * heads_kv * dim * split + 2
+        dv_sum = q.new_zeros((size,), dtype=torch.float32)
+        if not scores.rotary:
+            dk_sum = q.new_zeros((size,), dtype=torch.float32)
+    blocks, dq_sum = None, levels
     if fused:
-        dq_sum = _zeros(q, (heads_kv, parts, block_m * padded(dim)))
-    offsets_q, offsets_kv = _or(requests.offsets_q, q), _or(requests.offsets_kv, q)
-    left = scores.left if scores.left < FAR else -1
-    right = 0 if scores.is_causal else scores.right if scores.right < FAR else -1
-    ordered = requests.packed and left < 0 <= right
+        blocks = tiles_of(requests, tokens, True, numbers["BLOCK_M"], group, None)
+        size = blocks.total * heads_kv * blocks.rows * padded(dim)
+        dq_sum = q.new_zeros((size,), dtype=torch.float32)
     options = {
         "PACKED": requests.packed,
-        "ORDERED": ordered,
         "HEADS_KV": heads_kv,
         "GROUP": group,
         "D": dim,
@@ -134,11 +179,10 @@ def attend_backward(
         "RIGHT": right,
         "HAS_CAP": bool(scores.softcap),
         "BLOCK_D": padded(dim),
-        "WAYS": WAYS,
     }
     launch(
         keys_kernel,
-        (all_tiles * heads_kv, splits),
+        (keys.total * heads_kv, splits),
         q,
         k,
         v,
@@ -150,39 +194,33 @@ def attend_backward(
         dk_sum,
         dv_sum,
         dq_sum,
-        offsets_q,
-        offsets_kv,
-        _order(requests, offsets_kv, tiles, 1, numbers["BLOCK_N"], True) if ordered else q,
+        _or(keys.places, levels),
         scores.scale,
         scores.softcap or 0.0,
         requests.count,
         tokens,
-        tokens_kv,
         requests.length_q,
         requests.length_kv,
-        tiles,
+        keys.count,
         splits,
-        parts,
+        0 if blocks is None else blocks.total,
         WARPS=numbers["warps"],
         **options,
         **numbers,
     )
-    if scores.rotary:
-        _finish(dk_sum, dk, requests, scores, queries=False)
-    else:
-        _finish(dk_sum, dk, requests, scores, queries=False, active=split)
-    _finish(dv_sum, dv, requests, scores._replace(rotary=0), queries=False, active=split)
-    if fused:
-        _finish(dq_sum, dq, requests, scores, queries=True, spread=numbers)
+    _finish(dk_sum, dk, keys, requests, scores, active=1 if scores.rotary else split)
+    _finish(dv_sum, dv, keys, requests, scores._replace(rotary=0), active=split)
+    if blocks is not None:
+        _finish(dq_sum, dq, blocks, requests, scores, group=group, warps=numbers["warps"])
         return
 
-    numbers = dict(configuration("attention_backward_queries", f"d{padded(dim)}", device))
-    tiles, all_tiles = requests.tiles(tokens, requests.length_q, group, numbers["BLOCK_M"])
+    numbers = dict(configuration("attention_backward_queries", f"d{padded(dim)}", machine(q)))
+    tiles = tiles_of(requests, tokens, True, numbers["BLOCK_M"], group, "last" if ramp else None)
     if scores.rotary:
-        dq_sum = q.new_empty(dq.shape, dtype=torch.float32)
+        dq_sum = q.new_empty((tokens * heads * dim,), dtype=torch.float32)
     launch(
         queries_kernel,
-        (all_tiles * heads_kv,),
+        (tiles.total * heads_kv,),
         q,
         k,
         v,
@@ -190,43 +228,19 @@ def attend_backward(
         levels,
         deltas,
         dq_sum if scores.rotary else dq,
-        offsets_q,
-        offsets_kv,
-        _order(requests, offsets_q, tiles, group, numbers["BLOCK_M"], False) if ordered else q,
+        _or(tiles.places, levels),
         scores.scale,
         scores.softcap or 0.0,
         requests.count,
         tokens,
         requests.length_q,
         requests.length_kv,
-        tiles,
+        tiles.count,
         **options,
         **numbers,
     )
     if scores.rotary:
-        _finish(dq_sum, dq, requests, scores, queries=True)
-
-
-def _order(
-    requests: Requests, offsets: Tensor, tiles: Any, numerator: int, block: int, first: bool
-) -> Tensor:
-    """Packed tiles in the order of falling work; first: a request's first ones have most."""
-    order = offsets.new_empty((tiles, 2))
-    launch(
-        order_kernel,
-        (tiles,),
-        offsets,
-        order,
-        requests.count,
-        tiles,
-        numerator=numerator,
-        BLOCK=block,
-        FIRST=first,
-        WAYS=SORTED,
-        warps=4,
-        stages=1,
-    )
-    return order
+        _finish(dq_sum, dq, tiles, requests, scores, group=group)
 
 
 def _rows(
@@ -247,7 +261,7 @@ def _rows(
     blocks = (tokens + block_t - 1) // block_t
     shares = levels
     if dsinks is not None:
-        shares = o.new_empty((heads_kv * group, blocks), dtype=torch.float32)
+        shares = o.new_empty((heads_kv * group * blocks,), dtype=torch.float32)
     launch(
         rows_kernel,
         (blocks * heads_kv,),
@@ -292,67 +306,58 @@ def _rows(
 def _finish(
     total: Tensor,
     out: Tensor,
+    tiles: Tiles,
     requests: Requests,
     scores: Scores,
     *,
-    queries: bool,
-    spread: dict[str, int] | None = None,
+    group: int = 0,
+    warps: int = 0,
     active: Any = 1,
 ) -> None:
-    """Fill out [tokens, heads, D], 16-bit, from the float32 total: rotated back, rounded.
+    """Fill out [tokens, heads, D], 16-bit, from the float32 total: rotated back and rounded.
 
-    queries: they are those of queries. spread: total lies as the blocks of keys_kernel with these
-    numbers, and lacks the scale. active: 0 where there is nothing to do.
+    group: query heads of a KV head, where out is the gradient of queries. warps: those of the
+    keys_kernel that spread total over tiles, which lacks the scale then. active: 0 where there is
+    nothing to do.
     """
-    if type(active) is int and not active:
+    if type(active) is int and active == 0:
         return
-    tokens, heads, dim = out.shape
-    heads_kv, group = heads, 1
-    if spread is not None:
-        heads_kv = total.shape[0]
-        group = heads // heads_kv
-    own, other = requests.offsets_q, requests.offsets_kv
+    heads, dim = out.shape[1:]
+    heads_kv = heads // (group or 1)
     length, length_other = requests.length_q, requests.length_kv
-    if not queries:
-        own, other, length, length_other = other, own, length_other, length
-    block = FINISHED if spread is None else spread["BLOCK_M"]
-    tiles, all_tiles = requests.tiles(tokens, length, group, block)
+    if not group:
+        length, length_other = length_other, length
+    block = tiles.rows if warps else min(FINISHED, tiles.rows)
     launch(
         finish_kernel,
-        (all_tiles * heads_kv * active,),
+        (tiles.total * heads_kv * active, tiles.rows // block),
         total,
         out,
-        _or(scores.cos, out),
-        _or(scores.sin, out),
-        _or(own, out),
-        _or(other, out),
-        1.0 if spread is None else scores.scale,
+        _or(scores.cos, total),
+        _or(scores.sin, total),
+        _or(tiles.places, total),
+        scores.scale if warps else 1.0,
         requests.count,
-        tokens,
         length,
         length_other,
-        tiles,
+        tiles.count,
         0 if scores.cos is None else scores.cos.shape[0],
         active,
         PACKED=requests.packed,
-        QUERIES=queries,
-        SPREAD=spread is not None,
+        QUERIES=bool(group),
+        SPREAD=bool(warps),
         HEADS_KV=heads_kv,
-        GROUP=group,
+        GROUP=group or 1,
         D=dim,
         ROTARY=scores.rotary,
         NEOX=scores.neox,
         BLOCK_D=padded(dim),
+        TILE=tiles.rows,
         BLOCK_M=block,
-        WARPS=1 if spread is None else spread["warps"],
-        WAYS=WAYS,
+        WARPS=warps or 1,
         warps=4,
         stages=1,
     )
-
-
-def _zeros(like: Tensor, shape: tuple[Any, ...]) -> Tensor:
-    return like.new_zeros(shape, dtype=torch.float32)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

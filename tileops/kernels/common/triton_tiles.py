@@ -1,5 +1,4 @@
-"""Tiles of packed and dense tokens: which one a program has, and how a tile lies in memory
-that warps add to."""
+"""Tiles of packed tokens, and how a tile lies in memory that warps add to."""
 
 import triton
 import triton.language as tl
@@ -8,104 +7,97 @@ from tileops.kernels.common.device import find_request
 
 
 @triton.jit
-def packed_tile(
+def tile_by_token(
     at, offsets, requests, numerator: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr
 ):
-    """The request of tile `at` in the order of tokens, and the tile's number there."""
+    """Request and number of tile `at` in the order of tokens, as `find_request` numbers them."""
     b = find_request(offsets, requests + 1, numerator, BLOCK, at, WAYS)
     before = tl.load(offsets + b).to(tl.int64) * numerator // BLOCK + b
     return b, at - before.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["requests", "tiles"])
-def order_kernel(
+@triton.jit
+def tile_by_weight(
+    at,
     offsets,
-    order,
     requests,
-    tiles,
     numerator: tl.constexpr,
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """order [tiles, 2]: request and number of each packed tile, the heavy ones first.
+    """Request and number of tile `at`, heavy ones first, of at most WAYS requests.
 
     The n tiles of a request weigh 1 to n, FIRST: the first one most, else the last. Tiles past
-    all of them belong to the padding. More than WAYS requests are left in the order of tokens.
+    all of them belong to the padding.
+    """
+    lane = tl.arange(0, WAYS)
+    start = tl.load(offsets + lane, mask=lane < requests, other=0).to(tl.int64)
+    end = tl.load(offsets + lane + 1, mask=lane < requests, other=0).to(tl.int64)
+    count = tl.cdiv((end - start) * numerator, BLOCK).to(tl.int32)
+    # The least weight that at most `at` tiles exceed.
+    weight = 0
+    top = tl.max(count, 0)
+    while weight < top:
+        middle = (weight + top) // 2
+        if tl.sum(tl.maximum(count - middle, 0), 0) <= at:
+            top = middle
+        else:
+            weight = middle + 1
+    nth = at - tl.sum(tl.maximum(count - weight, 0), 0)
+    chosen = (lane < requests) & (count >= weight)
+    picked = chosen & (tl.cumsum(chosen.to(tl.int32), 0) == nth + 1)
+    tile = weight - 1
+    if FIRST:
+        tile = tl.sum(tl.where(picked, count, 0), 0) - weight
+    b = tl.sum(tl.where(picked, lane, 0), 0)
+    return tl.where(weight == 0, requests, b), tl.where(weight == 0, nth, tile)
+
+
+@triton.jit(do_not_specialize=["requests", "tokens", "tiles"])
+def places_kernel(
+    offsets,
+    offsets_other,
+    places,
+    requests,
+    tokens,
+    tiles,
+    numerator: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SORTED: tl.constexpr,
+    FIRST: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """places [tiles, 6], of every packed tile: its request and number there, the request's first
+    token and length, and first token and length of its other side.
+
+    Tiles are BLOCK rows, `numerator` rows a token. Tokens past the last request are one more,
+    whose other side is empty. SORTED: heavy tiles first, as `tile_by_weight` says, unless there
+    are more than WAYS requests; else in the order of tokens.
     """
     at = tl.program_id(0)
     if at >= tiles:
         return
-    if requests > WAYS:
-        b, tile = packed_tile(at, offsets, requests, numerator, BLOCK, 128)
-    else:
-        lane = tl.arange(0, WAYS)
-        start = tl.load(offsets + lane, mask=lane < requests, other=0).to(tl.int64)
-        end = tl.load(offsets + lane + 1, mask=lane < requests, other=0).to(tl.int64)
-        count = tl.cdiv((end - start) * numerator, BLOCK).to(tl.int32)
-        # The least weight that at most `at` tiles exceed.
-        weight = 0
-        top = tl.max(count, 0)
-        while weight < top:
-            middle = (weight + top) // 2
-            if tl.sum(tl.maximum(count - middle, 0), 0) <= at:
-                top = middle
-            else:
-                weight = middle + 1
-        nth = at - tl.sum(tl.maximum(count - weight, 0), 0)
-        chosen = (lane < requests) & (count >= weight)
-        picked = chosen & (tl.cumsum(chosen.to(tl.int32), 0) == nth + 1)
-        b = tl.sum(tl.where(picked, lane, 0), 0)
-        tile = weight - 1
-        if FIRST:
-            tile = tl.sum(tl.where(picked, count, 0), 0) - weight
-        if weight == 0:
-            b = requests
-            tile = nth
-    tl.store(order + 2 * at, b)
-    tl.store(order + 2 * at + 1, tile)
-
-
-@triton.jit
-def seat(
-    at,
-    dense_b,
-    offsets,
-    offsets_other,
-    order,
-    requests,
-    tokens,
-    length,
-    length_other,
-    numerator: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PACKED: tl.constexpr,
-    ORDERED: tl.constexpr,
-    WAYS: tl.constexpr,
-):
-    """The `at`-th tile: of all packed ones, or of those of request dense_b.
-
-    Tiles are BLOCK rows, `numerator` rows a token. ORDERED: order [tiles, 2] says which packed
-    tile is the `at`-th one.
-    Returns the request, the tile's number in it, its first token and length, and the first token
-    and length of its other side. Packed tokens past the last request are one more request, whose
-    other side is empty.
-    """
-    if PACKED:
-        if ORDERED:
-            b = tl.load(order + 2 * at)
-            tile = tl.load(order + 2 * at + 1)
+    if SORTED:
+        if requests <= WAYS:
+            b, tile = tile_by_weight(at, offsets, requests, numerator, BLOCK, FIRST, WAYS)
         else:
-            b, tile = packed_tile(at, offsets, requests, numerator, BLOCK, WAYS)
-        real = b < requests
-        start = tl.load(offsets + b).to(tl.int64)
-        end = tl.load(offsets + b + 1, mask=real, other=0).to(tl.int64)
-        end = tl.where(real, end, tokens)
-        other = tl.load(offsets_other + b, mask=real, other=0).to(tl.int64)
-        other_end = tl.load(offsets_other + b + 1, mask=real, other=0).to(tl.int64)
-        return b, tile, start, (end - start).to(tl.int32), other, (other_end - other).to(tl.int32)
-    first = dense_b.to(tl.int64)
-    return dense_b, at, first * length, length, first * length_other, length_other
+            b, tile = tile_by_token(at, offsets, requests, numerator, BLOCK, 128)
+    else:
+        b, tile = tile_by_token(at, offsets, requests, numerator, BLOCK, 128)
+    real = b < requests
+    start = tl.load(offsets + b)
+    end = tl.load(offsets + b + 1, mask=real, other=0)
+    end = tl.where(real, end, tokens)
+    other = tl.load(offsets_other + b, mask=real, other=0)
+    other_end = tl.load(offsets_other + b + 1, mask=real, other=0)
+    place = places + at.to(tl.int64) * 6
+    tl.store(place, b)
+    tl.store(place + 1, tile)
+    tl.store(place + 2, start)
+    tl.store(place + 3, end - start)
+    tl.store(place + 4, other)
+    tl.store(place + 5, other_end - other)
 
 
 @triton.jit
