@@ -331,7 +331,7 @@ def known(condition: Any, x: Tensor) -> bool:
 
 
 def dense_columns(x: Tensor) -> bool:
-    """Whether columns are dense, and rows and heads of x [..., H, D] evenly and statically apart."""
+    """Whether columns of x [..., H, D] are dense, rows and heads a static distance apart."""
     static = isinstance(x.stride(-3), int) and isinstance(x.stride(-2), int)
     return static and known(x.stride(-1) == 1, x)
 
@@ -373,12 +373,12 @@ def refusal(group: int, dim: int, pe: int) -> str | None:
 
 
 class Schedule(NamedTuple):
-    """Tiles of a row and of a range, ranges, and the ranges that may leave parts."""
+    """Tiles of a row and of a range, ranges, and a bound of the ranges that leave parts."""
 
     row_tiles: Any
     range_tiles: Any
     ranges: Any
-    parts: Any
+    parts: int
 
 
 def schedule(rows: Any, slots: Any, block_n: int, running: int, uneven: bool) -> Schedule:
@@ -393,7 +393,10 @@ def schedule(rows: Any, slots: Any, block_n: int, running: int, uneven: bool) ->
     many = smaller(rows // (WAVES * running), 1) if uneven else 0
     range_tiles = even + many * (row_tiles - even)
     ranges = (tiles + range_tiles - 1) // range_tiles
-    return Schedule(row_tiles, range_tiles, ranges, ranges * (1 - many))
+    parts = running  # not a symbol, which would guard the shape of what it sizes
+    if isinstance(ranges, int):
+        parts = ranges if range_tiles % row_tiles else 0
+    return Schedule(row_tiles, range_tiles, ranges, parts)
 
 
 def attend_latent(
@@ -485,8 +488,6 @@ def attend_latent(
         BLOCK_PE=padded(pe) if pe else 16,
         **numbers,
     )
-    if isinstance(plan.parts, int) and plan.range_tiles % plan.row_tiles == 0:
-        return
     launch(
         combine_parts_kernel,
         (plan.parts * head_blocks * (block_h // COMBINED),),
