@@ -37,9 +37,7 @@ class Process:
         self.child: subprocess.Popen[str] | None = None
         self.reader: threading.Thread | None = None
         self.replies: queue.Queue[str | None] = queue.Queue()
-        handle, log = tempfile.mkstemp(suffix=".log")
-        os.close(handle)
-        self.log = Path(log)
+        self.log: Path | None = None  # what its packages print
 
     def environment(self) -> dict[str, str]:
         """Our own, the path of the contestants first, this repository only where it is named."""
@@ -50,6 +48,10 @@ class Process:
 
     def start(self) -> None:
         self.replies = queue.Queue()
+        if self.log is None:
+            handle, name = tempfile.mkstemp(suffix=".log")
+            os.close(handle)
+            self.log = Path(name)
         with self.log.open("w") as log:
             self.child = subprocess.Popen(
                 [sys.executable, str(WORKER), "--device", self.device],
@@ -94,7 +96,8 @@ class Process:
         return found
 
     def last_words(self) -> str:
-        lines = [x for x in self.log.read_text(errors="replace").splitlines() if x.strip()]
+        printed = self.log.read_text(errors="replace") if self.log else ""
+        lines = [x for x in printed.splitlines() if x.strip()]
         return lines[-1].strip()[:300] if lines else "no words"
 
     def end(self) -> None:
@@ -114,7 +117,8 @@ class Process:
     def close(self) -> None:
         """End for good."""
         self.end()
-        self.log.unlink(missing_ok=True)
+        if self.log is not None:
+            self.log.unlink(missing_ok=True)
 
 
 class Contestants:
