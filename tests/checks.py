@@ -7,9 +7,9 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -243,14 +243,25 @@ class _Stop(Exception):
     pass
 
 
-def recorded_guards(fn: Any, call: Any, dynamic: Any) -> tuple[set[str], dict[str, str]]:
-    """The shape guards and specializations that tracing `fn(*call)` records."""
-    found: dict[str, Any] = {}
+class Recorded(NamedTuple):
+    """What tracing a call records: shape guards, specializations, and what `read` found."""
+
+    guards: set[str]
+    specialized: dict[str, str]
+    seen: Any
+
+
+def recorded(
+    fn: Any, call: Any, dynamic: Any, read: Callable[[torch.fx.Graph], Any] = lambda graph: None
+) -> Recorded:
+    """Trace `fn(*call)` up to the compiler; `read` gets the graph."""
+    found: list[Recorded] = []
 
     def stop(gm: torch.fx.GraphModule, example: Any) -> Any:
         env = torch._guards.TracingContext.get().fake_mode.shape_env
-        found["guards"] = {str(g.expr) for g in env.guards}
-        found["specialized"] = {str(a): str(b) for a, b in env.replacements.items()}
+        guards = {str(g.expr) for g in env.guards}
+        specialized = {str(a): str(b) for a, b in env.replacements.items()}
+        found.append(Recorded(guards, specialized, read(gm.graph)))
         raise _Stop
 
     call = clone(call)
@@ -261,20 +272,23 @@ def recorded_guards(fn: Any, call: Any, dynamic: Any) -> tuple[set[str], dict[st
         compiled = torch.compile(
             lambda *args: fn(*args), backend=aot_autograd(fw_compiler=stop), fullgraph=True
         )
-        with contextlib.suppress(Exception):
+        try:
             compiled(*call)
-    assert found, "tracing did not reach the compiler"
-    return found["guards"], found["specialized"]
+        except Exception:  # what `stop` raised, wrapped
+            if not found:
+                raise
+    return found[0]
 
 
 def check_guards(case: Case, monkeypatch: Any) -> None:
     """Lowered for a package, the operator records no guard beyond those of `infer_*` alone."""
     call = case.call(7)
-    whole = recorded_guards(case.contract.op, call, case.dynamic)
+    whole = recorded(case.contract.op, call, case.dynamic)
     monkeypatch.setattr(tracing, "packaging", lambda: True)
-    decomposed = recorded_guards(case.contract.op, call, case.dynamic)
-    assert decomposed[0] <= whole[0], f"{case}: extra guards {decomposed[0] - whole[0]}"
-    assert decomposed[1] == whole[1], f"{case}: specialized {decomposed[1]} against {whole[1]}"
+    decomposed = recorded(case.contract.op, call, case.dynamic)
+    extra = decomposed.guards - whole.guards
+    assert not extra, f"{case}: extra guards {extra}"
+    assert decomposed.specialized == whole.specialized, case
 
 
 # ---------------------------------------------------------------------- export and packages

@@ -6,6 +6,7 @@ On CPU tensors the interpreter runs the kernels (`tests/interpreter`) and the co
 
 import contextlib
 import dataclasses
+import logging
 
 from ops_registry.contract import BUILTIN_KERNELS
 from ops_registry.targets import ExternalTarget, Kernel, register_target, unregister_target
@@ -43,6 +44,24 @@ def through_triton(case: Case) -> Case:
     return dataclasses.replace(
         case, build=lambda size, generator: case.build(size, generator) | {"target": TARGET}
     )
+
+
+@contextlib.contextmanager
+def complaints():
+    """What torch logs where it cannot see through a kernel; it then takes all for written."""
+    logger, found = logging.getLogger("torch._dynamo"), []
+
+    class Collect(logging.Handler):
+        def emit(self, record):
+            if "assuming every input is mutated" in record.getMessage():
+                found.append(str(record.exc_info and record.exc_info[1]))
+
+    handler = Collect(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def triton_cases() -> list[Case]:

@@ -1,7 +1,5 @@
 """Every case of every operator with a Triton kernel, on CUDA tensors, through the operator."""
 
-import logging
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from ops_registry.accuracy import BACKWARD
 from tests import checks
 from tests.cases import gqa_dense, gqa_varlen
 from tests.gpu.cases import CASES, moved
+from tests.triton_target import complaints
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 LAYOUTS = ["transposed", "sliced", "expanded"]
@@ -41,25 +40,11 @@ def test_opcheck(case, size, layout):
     checks.check_opcheck(case, checks.with_layout(case, case.call(size), layout))
 
 
-@pytest.fixture
-def complaints():
-    """What torch logs when it cannot see through a Triton kernel."""
-    logger, found = logging.getLogger("torch._higher_order_ops.triton_kernel_wrap"), []
-
-    class Collect(logging.Handler):
-        def emit(self, record):
-            found.append(record.getMessage())
-
-    handler = Collect(logging.WARNING)
-    logger.addHandler(handler)
-    yield found
-    logger.removeHandler(handler)
-
-
 @every_case
-def test_compiled(case, complaints):
-    checks.check_compiled(case)
-    assert not complaints
+def test_compiled(case):
+    with complaints() as found:
+        checks.check_compiled(case)
+    assert not found, found
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -1,0 +1,151 @@
+"""What compilers see of the Triton kernels, traced on CPU tensors with a stand-in for the driver.
+
+The graph has the kernels in it, with symbolic grids, and knows what each of them writes; tracing
+records no guard beyond those of `infer_*`; and another size gives the same graph.
+"""
+
+import operator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch._higher_order_ops.triton_kernel_wrap import (
+    kernel_side_table,
+    triton_kernel_wrapper_functional,
+)
+
+from tests import checks, triton_target
+from tests.triton_target import through_triton, triton_cases
+
+triton = pytest.importorskip("triton")
+
+CASES = triton_cases()
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+class FakeDriver:
+    """A Hopper GPU for whoever only asks what to compile for."""
+
+    def get_current_target(self):
+        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_benchmarker(self):
+        return lambda fn, quantiles=None, **options: (fn(), [0.0, 0.0, 0.0])[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def driver():
+    with pytest.MonkeyPatch.context() as patch, triton_target.registered():
+        patch.setattr(triton.runtime.driver, "_active", FakeDriver())
+        yield
+
+
+@pytest.fixture(autouse=True)
+def complaints():
+    with triton_target.complaints() as found:
+        yield
+    assert not found, found
+
+
+class Kernel(NamedTuple):
+    """One launch in a graph. written: the origins of what it writes, see `origin`."""
+
+    name: str
+    grid: tuple[str, ...]
+    constants: str
+    written: tuple[Any, ...]
+
+
+def value(x: Any) -> str:
+    """A number of a graph as an expression in the sizes of the inputs."""
+    x = x.meta["val"] if isinstance(x, torch.fx.Node) else x
+    return str(x.node.expr if isinstance(x, (torch.SymInt, torch.SymFloat)) else x)
+
+
+def origin(node: torch.fx.Node) -> torch.fx.Node:
+    """What a tensor is a view or a later state of: an input, or where it was made."""
+    while node.op == "call_function":
+        if node.target is operator.getitem:
+            source, key = node.args
+            if source.target is not triton_kernel_wrapper_functional:
+                return node
+            node = source.kwargs["kwargs"][key]
+        elif node.target._schema.returns[0].alias_info is not None:
+            node = node.args[0]
+        else:
+            return node
+    return node
+
+
+def kernels_of(graph: torch.fx.Graph) -> list[Kernel]:
+    found = []
+    for node in graph.nodes:
+        if node.target is triton_kernel_wrapper_functional:
+            kw = node.kwargs
+            (grid,) = {tuple(map(value, grid)) for grid in kw["grid"]}
+            kernel = kernel_side_table.get_kernel(kw["kernel_idx"])
+            constants = kernel_side_table.get_constant_args(kw["constant_args_idx"])
+            numbers = {k: value(x) for k, x in kw["kwargs"].items() if not is_tensor(x)}
+            found.append(
+                Kernel(
+                    getattr(kernel, "base_fn", kernel.fn).__name__,
+                    grid,
+                    str((sorted(constants.items(), key=str), sorted(numbers.items()))),
+                    tuple(origin(kw["kwargs"][name]) for name in kw["tensors_to_clone"]),
+                )
+            )
+    return found
+
+
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.fx.Node) and torch.is_tensor(x.meta["val"])
+
+
+def traced(case, size, read=None):
+    call = through_triton(case).call(size)
+    return checks.recorded(case.contract.op, call, case.dynamic, read or kernels_of)
+
+
+@every_case
+def test_guards_are_those_of_infer(case):
+    whole = checks.recorded(case.contract.op, case.call(7), case.dynamic)
+    found = traced(case, 7)
+    assert found.guards <= whole.guards, f"extra guards {found.guards - whole.guards}"
+    assert found.specialized == whole.specialized
+
+
+@every_case
+def test_graph_holds_the_kernels(case):
+    launches, targets = traced(case, 7, lambda graph: (kernels_of(graph), targets_of(graph))).seen
+    assert launches and case.contract.op not in targets
+    assert any(not extent.isdigit() for kernel in launches for extent in kernel.grid)
+
+
+def targets_of(graph):
+    return {node.target for node in graph.nodes}
+
+
+@every_case
+def test_what_is_written_is_known(case):
+    """Kernels write outputs, pools and memory of their own, and no other input."""
+    names = [n for n, x in case.call(7)._asdict().items() if torch.is_tensor(x)]
+
+    def written(graph):
+        inputs = [n for n in graph.nodes if n.op == "placeholder" and is_tensor(n)]
+        given = dict(zip(inputs, names, strict=True))
+        origins = {x for kernel in kernels_of(graph) for x in kernel.written}
+        return {given[x] for x in origins if x in given}
+
+    assert traced(case, 7, written).seen == set(case.contract.mutated)
+
+
+@every_case
+def test_another_size_gives_the_same_graph(case):
+    one, other = (traced(case, size).seen for size in (9, 34))
+    assert [kernel[:3] for kernel in one] == [kernel[:3] for kernel in other]
