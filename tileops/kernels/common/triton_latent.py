@@ -191,6 +191,8 @@ def latent_kernel(
         last = tl.minimum(limit - 1, 2**31 - 1).to(tl.int32)
         if GATHER:
             dense, end, safe = live_span(names, begin, end, last, SCAN)
+            # One tile ahead, so that rows are requested without waiting for their names.
+            name = tl.load(names + begin + lane, mask=begin + lane < end, other=-1)
 
         acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -198,8 +200,9 @@ def latent_kernel(
         for start in tl.range(begin, end, BLOCK_N, disable_licm=True):
             slot = start + lane
             if GATHER:
-                name = tl.load(names + slot, mask=slot < end, other=-1)
                 at = tl.where((name >= 0) & (name <= last), name, safe).to(tl.int64)
+                after = slot + BLOCK_N
+                name = tl.load(names + after, mask=after < end, other=-1)
             else:
                 at = tl.minimum(slot, slots - 1).to(tl.int64)
             # A dead slot holds a row that the query sees elsewhere: finite times 0, or no loss.
