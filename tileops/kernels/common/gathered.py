@@ -115,7 +115,8 @@ def attend_gathered(
         own |= {name: x[name] for name in shared}
         names[:] = own
         # Scaled last: torch frees twice what enters a loop as a view of its whole buffer.
-        queries = take(x["_q"], rows).to(torch.float32).reshape(-1, group, dim) * scale
+        stacked = (rows.shape[0] * heads_kv, group, dim)
+        queries = take(x["_q"], rows).to(torch.float32).reshape(stacked) * scale
         acc = queries.new_zeros(queries.shape[0], group, value_dim)
         total = queries.new_zeros(queries.shape[0], group, 1)
         _, top, total, acc = while_loop_op(
