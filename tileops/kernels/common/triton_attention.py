@@ -320,6 +320,15 @@ def attention_kernel(
         item // splits, offsets_q, offsets_kv, lengths, requests, tokens, length_q, length_kv,
         tiles, section, PACKED, PAGE, APPENDED, HEADS_KV, GROUP, BLOCK_M, WAYS,
     )  # fmt: skip
+    # The place through loads that load nothing. torch follows what a store's pointer is made of
+    # to learn what a kernel writes, stops at loads and takes every argument of a call for part
+    # of its result: it would believe that the offsets are written.
+    never = item < 0
+    memory = partial_lse.to(tl.pointer_type(tl.int32), bitcast=True)
+    b = tl.load(memory, mask=never, other=b)
+    r = tl.load(memory, mask=never, other=r)
+    low_row = tl.load(memory, mask=never, other=low_row)
+    q_start = tl.load(memory.to(tl.pointer_type(tl.int64), bitcast=True), never, q_start)
     if low_row >= q_len * GROUP:
         return
     row = low_row + tl.arange(0, BLOCK_M)
@@ -431,9 +440,9 @@ def attention_kernel(
             NATIVE, BLOCK_D, BLOCK_N, dtype,
         )  # fmt: skip
 
-    # The rows once more, from a zero that the compiler cannot see through: kept from before the
+    # The rows once more, by a load that the compiler cannot see through: kept from before the
     # loops they would take a hundred registers of every thread.
-    row = low_row + tl.max((total < 0.0).to(tl.int32), 0) + tl.arange(0, BLOCK_M)
+    row = tl.load(memory, mask=never, other=low_row) + tl.arange(0, BLOCK_M)
     live = row < q_len * GROUP
     token = row // GROUP
     head = r * GROUP + row % GROUP

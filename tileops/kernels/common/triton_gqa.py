@@ -100,7 +100,7 @@ def numbers_for(shape: str, device: Machine, dim: int, group: int) -> Mapping[st
 
 
 def _fitted(numbers: Mapping[str, int], shape: str, group: int) -> Mapping[str, int]:
-    if shape == "wide":
+    if shape != "narrow":
         return numbers
     # Four tokens of a request fit a tile of at most 64 rows, so that speculated tokens share
     # the keys; a wide group at least shares them among its heads.
@@ -109,15 +109,15 @@ def _fitted(numbers: Mapping[str, int], shape: str, group: int) -> Mapping[str, 
     return {**numbers, "BLOCK_M": min(max(16, wanted), numbers["BLOCK_M"])}
 
 
-def tileable(x: Tensor) -> bool:
-    """Whether rows x [N, heads, D] can be moved through a tensor descriptor.
+def tileable(x: Tensor, row: int) -> bool:
+    """Whether rows x [N, heads, D], `row` elements apart, can move through tensor descriptors.
 
     Traced programs use pointers: Inductor re-emits kernels without descriptors it did not make.
     """
     dim = x.shape[-1]
     if tracing.traced(x) or dim != padded(dim) or x.dtype.itemsize != 2 or x.shape[0] == 0:
         return False
-    return x.is_meta or x.data_ptr() % 16 == 0
+    return row % 8 == 0 and (x.is_meta or x.data_ptr() % 16 == 0)
 
 
 def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: Scores) -> None:
@@ -129,13 +129,17 @@ def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: 
     group = heads // heads_kv
     device = machine(q)
     packed = queries.offsets is not None
+    k, v = rows(keys.k), rows(keys.v)
+    wide = "pointers"
+    if not scores.rotary and tileable(*k) and tileable(*v) and tileable(o, heads * dim):
+        wide = "wide"
     narrow_rows = numbers_for("narrow", device, dim, group)["BLOCK_M"]
     if packed:
         small, limit = tokens, queries.requests * max(narrow_rows // group, 1)
     else:
         small, limit = queries.length * group, narrow_rows
     for shape, active in tiles_wanted(small, limit):
-        numbers = numbers_for(shape, device, dim, group)
+        numbers = numbers_for(wide if shape == "wide" else shape, device, dim, group)
         block_m = numbers["BLOCK_M"]
         if packed:
             tiles = (tokens * group // block_m + queries.requests + 1) * active
@@ -145,7 +149,7 @@ def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: 
             programs = tiles * heads_kv * queries.requests
         slots = device.processors * numbers["programs"]
         splits = splits_wanted(programs, slots, keys.length)
-        _launch(o, lse, queries, keys, scores, numbers, tiles, programs, splits)
+        _launch(o, lse, queries, keys, k, v, scores, numbers, tiles, programs, splits)
 
 
 def _launch(
@@ -153,6 +157,8 @@ def _launch(
     lse: Tensor | None,
     queries: Queries,
     keys: Keys,
+    strided_k: tuple[Tensor, int],
+    strided_v: tuple[Tensor, int],
     scores: Scores,
     numbers: Mapping[str, int],
     tiles: Any,
@@ -160,8 +166,7 @@ def _launch(
     splits: Any,
 ) -> None:
     q, q_row = rows(queries.q)
-    k, k_row = rows(keys.k)
-    v, v_row = rows(keys.v)
+    (k, k_row), (v, v_row) = strided_k, strided_v
     tokens, (heads, dim) = q.shape[0], q.shape[1:]
     heads_kv = k.shape[1]
     fresh = keys.fresh is not None
@@ -181,13 +186,7 @@ def _launch(
     q8 = e4m3_argument(q)
     block_m, block_n = numbers["BLOCK_M"], numbers["BLOCK_N"]
     group = heads // heads_kv
-    tiled = (
-        numbers["TILES"] == 1
-        and block_m % group == 0
-        and keys.page % block_n == 0
-        and not scores.rotary
-        and all(map(tileable, (k, v, o)))
-    )
+    tiled = numbers["TILES"] == 1 and block_m % group == 0 and keys.page % block_n == 0
     tiles_of = (q8, q8, q8)
     if tiled:
         wide = heads_kv * dim

@@ -114,6 +114,9 @@ def append_kernel(
     page = tl.load(table + request * width + entry, mask=kept, other=-1).to(tl.int64)
     kept = kept & (page >= 0) & (page < pages)
     slot = page * PAGE + position % PAGE
+    # Through a load that loads nothing, see `attention_kernel`.
+    memory = k_scale.to(tl.pointer_type(tl.int64), bitcast=True)
+    slot = tl.load(memory + token * 0, mask=token < 0, other=slot)
 
     column = tl.arange(0, BLOCK_D)
     inside_d = (column < D)[None, :]
