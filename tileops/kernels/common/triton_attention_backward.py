@@ -83,6 +83,7 @@ def visit_rows(
     RIGHT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     FUSED: tl.constexpr,
+    EARLY: tl.constexpr,
     EDGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -92,6 +93,8 @@ def visit_rows(
 
     q, do, levels, deltas and dq begin with the request. EDGE: some rows may not exist, or not see
     every key.
+    EARLY: the product for dv runs while dweights do, that for dk while dscores turn into dq's
+        operand. Else dv's does the latter, and dk's runs while dq is added.
     """
     first = block * BLOCK_M
     lane = tl.arange(0, BLOCK_M)
@@ -117,15 +120,23 @@ def visit_rows(
         do + token * DO_ROW, row_offsets(first, lane, GROUP, DO_ROW, D, BLOCK_M), inside,
         D, BLOCK_D, keys.dtype, False, True, False,
     )  # fmt: skip
-    dv = dot(weights.to(keys.dtype), grads, dv)
-    dweights = dot(values, tl.trans(grads), None)
-    dscores = weights * (dweights - tl.load(deltas + first + lane)[None, :])
+    low_weights = weights.to(keys.dtype)
+    if EARLY:
+        dv = dot(low_weights, grads, dv)
+    dscores = dot(values, tl.trans(grads), None) - tl.load(deltas + first + lane)[None, :]
+    dscores *= weights
     if HAS_CAP:
         dscores *= slope
     dscores = dscores.to(keys.dtype)
-    dk = dot(dscores, queries, dk)
+    if EARLY:
+        dk = dot(dscores, queries, dk)
+    else:
+        dv = dot(low_weights, grads, dv)
     if FUSED:
         part = spread(dot(tl.trans(dscores), keys, None), BLOCK_M, BLOCK_D, WARPS)
+    if not EARLY:
+        dk = dot(dscores, queries, dk)
+    if FUSED:
         dq += tl.cast(block, tl.int64) * (BLOCK_M * BLOCK_D)
         tl.atomic_add(dq + spread_spots(BLOCK_M, BLOCK_D, WARPS), part, sem="relaxed")
     return dk, dv
@@ -176,6 +187,7 @@ def keys_kernel(
     RIGHT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     FUSED: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -279,13 +291,13 @@ def keys_kernel(
         dk_acc, dv_acc = visit_rows(
             dk_acc, dv_acc, keys, values, block, rows, key, kv_len, shift, q, do, levels, deltas,
             dq_sum, logits, cap_logits, GROUP, D, Q_ROW, DO_ROW, LEFT, RIGHT, HAS_CAP, FUSED,
-            True, BLOCK_M, BLOCK_D, WARPS,
+            EARLY, True, BLOCK_M, BLOCK_D, WARPS,
         )  # fmt: skip
     for block in tl.range(plain_low, plain_high):
         dk_acc, dv_acc = visit_rows(
             dk_acc, dv_acc, keys, values, block, rows, key, kv_len, shift, q, do, levels, deltas,
             dq_sum, logits, cap_logits, GROUP, D, Q_ROW, DO_ROW, LEFT, RIGHT, HAS_CAP, FUSED,
-            False, BLOCK_M, BLOCK_D, WARPS,
+            EARLY, False, BLOCK_M, BLOCK_D, WARPS,
         )  # fmt: skip
 
     column = tl.arange(0, BLOCK_D)
