@@ -211,8 +211,11 @@ def attend(
             needed where q and inputs have none but products: q4 for q4.reshape(B * S, H, D).
     """
     heads, dim, heads_kv, value_dim = (int(n) for n in (*q.shape[1:], heads_kv, value_dim))
-    group = heads // heads_kv
     dtype = compute_dtype(q)
+    if not heads:
+        rows, out_dtype = q.shape[0], out_dtype or q.dtype
+        return q.new_empty(rows, 0, value_dim, dtype=out_dtype), q.new_empty(0, rows, dtype=dtype)
+    group = heads // heads_kv
     most = block_q or tile_limit(group)
     tile = block_q or tile_rows(q.shape[0], q_offsets.shape[0] - 1, most)
     block = key_block(heads, heads_kv, max(dim, value_dim), most, block_k, bounds.reach)
@@ -309,15 +312,18 @@ def attend(
 
 def tile_limit(group: int) -> int:
     """Rows of a full tile: about 128 rows of a matrix product, at least 16."""
-    return max(16, 128 // group)
+    return max(16, 128 // max(group, 1))
 
 
 def tile_rows(rows: int, requests: int, limit: int) -> int:
     """Rows of a tile: the mean length of a request, from 2 to `limit`; a symbol if a size is.
 
-    At least 2, because tracing would guard on an extent that may be 1.
+    At least 2, because tracing would guard on an extent that may be 1. The mean is exact for one
+    request and up to a fifteenth too long for many: the divisor must not be 0 without requests,
+    and max(requests, 1) would be, since a compiler takes every extent for positive.
     """
-    mean = (rows + requests - 1) // torch.sym_max(requests, 1)
+    parts = 15 * requests + 1
+    mean = (16 * rows + parts - 1) // parts
     return torch.sym_min(torch.sym_max(mean, 2), limit)
 
 
@@ -325,7 +331,7 @@ def key_block(
     heads: int, heads_kv: int, dim: int, tile: int, limit: int, reach: int | None
 ) -> int:
     """Keys of a block: 4 MiB of float32 keys, 8 MiB of logits, little more than a window."""
-    fits = min(limit, max(64, min(2**20 // (heads_kv * dim), 2**21 // (heads * tile))))
+    fits = min(limit, max(64, min(2**20 // (heads_kv * dim), 2**21 // (max(heads, 1) * tile))))
     return fits if reach is None else min(fits, (tile + reach + 15) // 16 * 16)
 
 

@@ -40,12 +40,15 @@ def scatter_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
     first = torch.cat([written, none == 0]).to(torch.int8).argmax(0, keepdim=True)
     slot = torch.cat([slots, none])
     source = torch.where(kept, torch.arange(rows.shape[0] + 1, device=device), first)
-    row = torch.where(kept, slot, slot.index_select(0, first)) + offset
+    target = slot.index_select(0, first)
+    row = torch.where(kept, slot, target) + offset
     index: list[Tensor] = []
     for extent in reversed(extents[1:]):
         index.insert(0, row % extent)
         row = torch.div(row, extent, rounding_mode="floor")
-    whole.index_put_((row, *index), torch.cat([rows, flat[:1]]).index_select(0, source))
+    # Compiled code checks this index: an empty pool is an error there, and no stray read.
+    own = flat.index_select(0, target)
+    whole.index_put_((row, *index), torch.cat([rows, own]).index_select(0, source))
 
 
 def _whole(pool: Tensor, tail: int) -> tuple[Tensor, int]:

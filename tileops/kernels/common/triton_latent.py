@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_registry import tracing
 from tileops.kernels.common.device import LOG2E, dot, float32
@@ -58,6 +59,13 @@ def hide_dead(scores, names, slot, end, last, GATHER: tl.constexpr):
 
 
 @triton.jit
+def load_block(tiles, request, start, column, N: tl.constexpr, COLUMNS: tl.constexpr):
+    """[N, COLUMNS] through a descriptor; rows past the end are 0."""
+    block = tiles.load([request.to(tl.int32), start, column.to(tl.int32)])
+    return tl.reshape(block, [N, COLUMNS])
+
+
+@triton.jit
 def attend_tile(scores, latent, acc, top, total, MASKED: tl.constexpr):
     """One tile of an online softmax in base 2.
 
@@ -100,6 +108,8 @@ def latent_kernel(
     o,
     parts,
     part_sums,
+    k_tiles,
+    k_pe_tiles,
     scale,
     rows,
     slots,
@@ -135,6 +145,7 @@ def latent_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """o [tokens, H, D] of rows (token, KV head), or parts of it, for one range of tiles.
 
@@ -147,6 +158,8 @@ def latent_kernel(
         begins in the range.
     part_sums: [ranges, 2, HEAD_BLOCKS, 2, BLOCK_H] their base-2 anchors and sums of weights.
     EARLY: the next tile is requested before this one's softmax, not after it.
+    TILES: k_tiles and k_pe_tiles are descriptors of [1, BLOCK_N, D] and [1, BLOCK_N, PE] blocks of
+        k and k_pe [B, N, columns of all heads]; not with GATHER.
     """
     block = tl.program_id(0) % HEAD_BLOCKS
     part_range = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
@@ -163,7 +176,7 @@ def latent_kernel(
 
     for rank in range(first // row_tiles, (stop + row_tiles - 1) // row_tiles):
         # The last rows, which may see most, run first.
-        row = rows - 1 - rank
+        row = rows.to(tl.int64) - 1 - rank
         token = row // HEADS_KV
         r = row % HEADS_KV
         tile_begin = tl.maximum(first - rank * row_tiles, 0)
@@ -206,12 +219,20 @@ def latent_kernel(
             else:
                 at = tl.minimum(slot, slots - 1).to(tl.int64)
             # A dead slot holds a row that the query sees elsewhere: finite times 0, or no loss.
-            latent = load_rows(k_first, at * K_ROW, slot, D, BLOCK_D, dtype, False, False, False)
+            if TILES:
+                latent = load_block(k_tiles, request, start, r * K_HEAD, BLOCK_N, BLOCK_D)
+            else:
+                latent = load_rows(
+                    k_first, at * K_ROW, slot, D, BLOCK_D, dtype, False, False, False
+                )
             scores = dot(query, tl.trans(latent), None) * to_logits
             if PE:
-                tail = load_rows(
-                    k_pe_first, at * K_PE_ROW, slot, PE, BLOCK_PE, dtype, False, False, False
-                )
+                if TILES:
+                    tail = load_block(k_pe_tiles, request, start, r * K_PE_HEAD, BLOCK_N, BLOCK_PE)
+                else:
+                    tail = load_rows(
+                        k_pe_first, at * K_PE_ROW, slot, PE, BLOCK_PE, dtype, False, False, False
+                    )
                 # Two products and a sum: chained products would be computed by every warp group.
                 scores += dot(query_pe, tl.trans(tail), None) * to_logits
             if EARLY:
@@ -290,7 +311,7 @@ def combine_parts_kernel(
         top = new_top
 
     value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    row = rows - 1 - rank
+    row = rows.to(tl.int64) - 1 - rank
     head = row % HEADS_KV * GROUP + block * BLOCK_H + heads
     o_row = o + row // HEADS_KV * (HEADS_KV * GROUP * D)
     at = o_row + head[:, None] * D + column[None, :]
@@ -357,6 +378,28 @@ def cache(x: Tensor) -> Cache:
     # In units of a vector, so that the kernel knows that rows are aligned.
     unit = VECTOR if known(x.stride(0) % VECTOR == 0, x) else 1
     return Cache(x, x.stride(1), x.stride(2), x.stride(0) // unit, unit)
+
+
+def block_of(keys: Cache, block_n: int) -> TensorDescriptor:
+    """A descriptor of blocks of rows of one request and the columns of one head."""
+    x = keys.x
+    batch, rows, heads, dim = x.shape
+    columns = (heads - 1) * keys.head + dim
+    strides = [x.stride(0), keys.row, 1]
+    return TensorDescriptor(x, [batch, rows, columns], strides, [1, block_n, dim])
+
+
+def tileable(keys: Cache) -> bool:
+    """Whether rows can be moved through a tensor descriptor.
+
+    Traced programs use pointers: Inductor re-emits kernels without descriptors it did not make.
+    """
+    x = keys.x
+    dim = x.shape[-1]
+    if tracing.traced(x) or dim != padded(dim) or not (x.numel() and x.shape[1] < 2**31):
+        return False
+    even = keys.unit == VECTOR and keys.row % VECTOR == 0 and keys.head % VECTOR == 0
+    return even and x.stride(0) > 0 and keys.row > 0 and x.data_ptr() % 16 == 0
 
 
 def shape_class(group: int, dim: int, pe: int) -> str | None:
@@ -436,16 +479,18 @@ def attend_latent(
     assert shape is not None
     device = machine(q)
     numbers = dict(configuration(name, shape, device))
-    block_h = numbers["BLOCK_H"]
+    block_h, block_n = numbers["BLOCK_H"], numbers["BLOCK_N"]
     head_blocks = -(-group // block_h)
     running = max(device.processors * numbers.pop("programs") // head_blocks, 1)
     tokens = o.numel() // (heads * dim)
     rows = tokens * heads_kv
     slots = k.shape[1] if indices is None else indices.shape[-1]
-    plan = schedule(rows, slots, numbers["BLOCK_N"], running, indices is not None)
+    plan = schedule(rows, slots, block_n, running, indices is not None)
     parts = o.new_empty((plan.parts, 2, head_blocks, block_h, dim), dtype=torch.float32)
     part_sums = o.new_empty((plan.parts, 2, head_blocks, 2, block_h), dtype=torch.float32)
     first, phase, stride = limit or Limit(0, 0, 1)
+    tiled = numbers.pop("TILES") == 1 and indices is None and all(map(tileable, (keys, keys_pe)))
+    blocks = [block_of(x, block_n) for x in (keys, keys_pe)] if tiled else [query.x, query.x]
     launch(
         latent_kernel,
         (plan.ranges * head_blocks,),
@@ -457,6 +502,7 @@ def attend_latent(
         o,
         parts,
         part_sums,
+        *blocks,
         scale,
         rows,
         slots,
@@ -489,6 +535,7 @@ def attend_latent(
         SCAN=SCAN,
         BLOCK_D=padded(dim),
         BLOCK_PE=padded(pe) if pe else 16,
+        TILES=tiled,
         **numbers,
     )
     launch(

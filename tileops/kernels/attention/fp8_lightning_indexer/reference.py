@@ -30,7 +30,7 @@ def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
     q, k = call.index_q, call.index_k
     batch, length, heads = q.shape[:3]
     keys, groups = k.shape[1], k.shape[2]
-    tile = tile_rows(length, 1, max(4, HEAD_ROWS // heads))
+    tile = tile_rows(length, 1, max(4, HEAD_ROWS // max(heads, 1)))
     inputs = {
         "q": q.flatten(0, 1),
         "k": k.flatten(0, 1),
@@ -69,7 +69,8 @@ def fp8_lightning_indexer(out: Tensor, call: Any) -> None:
         key, scale = load_keys(x, rows)
         dots = torch.bmm(by_group(load_e4m3(queries), groups), key.permute(1, 2, 0))
         weights = by_group(weights[:, :, None], groups)
-        dots = (torch.relu(dots) * weights).reshape(groups, -1, heads // groups, BLOCK)
+        stacked = (groups, queries.shape[0], heads // groups, BLOCK)
+        dots = (torch.relu(dots) * weights).reshape(stacked)
         total = dots.sum(2)
         if scale is not None:
             total = total * scale.t()[:, None, :]

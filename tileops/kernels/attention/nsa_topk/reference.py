@@ -32,8 +32,7 @@ def nsa_topk(out: Tensor, call: Any) -> None:
     heads, dim, heads_kv = (int(n) for n in (*q.shape[1:], k.shape[1]))
     group, width, size = heads // heads_kv, call.selected_block_num, call.bs
     limit = tile_limit(group)
-    # N + 1, because a compiled division by N fails without requests.
-    tile = tile_rows(q.shape[0], call.offsets.shape[0], limit)
+    tile = tile_rows(q.shape[0], call.offsets.shape[0] - 1, limit)
     block = key_block(heads, heads_kv, dim, limit, 256, None)
     inputs = {
         "q": q,
