@@ -40,6 +40,7 @@ class Launch(NamedTuple):
     constexprs: dict[str, Any]
     warps: int
     stages: int
+    registers: int | None = None
 
 
 class _Recorder(NamedTuple):
@@ -137,15 +138,23 @@ def _type_of(x: Any) -> Any:
 
 
 def launch(
-    kernel: Any, grid: tuple[Any, ...], *args: Any, warps: int, stages: int, **constexprs: Any
+    kernel: Any,
+    grid: tuple[Any, ...],
+    *args: Any,
+    warps: int,
+    stages: int,
+    registers: int | None = None,
+    **constexprs: Any,
 ) -> None:
     """Run `kernel` on the device and current stream of its first tensor.
 
     grid: one to three extents; y and z stay under 65,536. Nothing is launched for an empty one.
     args: the runtime arguments in order; constexprs: the others by name.
+    registers: the most a thread may take on a CUDA device, so that more programs share a
+        multiprocessor; traced launches leave it to the compiler.
     """
     if _recorder is not None:
-        _recorder.launches.append(Launch(kernel, grid, args, constexprs, warps, stages))
+        _recorder.launches.append(Launch(kernel, grid, args, constexprs, warps, stages, registers))
         return
     first = args[0]
     if tracing.traced(first):
@@ -164,9 +173,9 @@ def launch(
     device = first.device.index
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _run(kernel, grid, args, constexprs, warps, stages, device)
+            _run(kernel, grid, args, constexprs, (warps, stages, registers), device)
     else:
-        _run(kernel, grid, args, constexprs, warps, stages, device)
+        _run(kernel, grid, args, constexprs, (warps, stages, registers), device)
 
 
 def _run(
@@ -174,18 +183,19 @@ def _run(
     grid: tuple[int, ...],
     args: tuple[Any, ...],
     constexprs: dict[str, Any],
-    warps: int,
-    stages: int,
+    options: tuple[int, int, int | None],
     device: int,
 ) -> None:
-    key = (kernel, device, warps, stages, *constexprs.values(), *map(_type_of, args))
+    key = (kernel, device, options, *constexprs.values(), *map(_type_of, args))
     found = _compiled.get(key)
     if found is None:
-        compiled = kernel[grid](*args, **constexprs, num_warps=warps, num_stages=stages)
-        _compiled[key] = (
-            compiled,
-            tuple(constexprs[name] for name in kernel.arg_names[len(args) :]),
-        )
+        warps, stages, registers = options
+        named = {"num_warps": warps, "num_stages": stages}
+        if registers is not None and not torch.version.hip:
+            named["maxnreg"] = registers
+        compiled = kernel[grid](*args, **constexprs, **named)
+        rest = tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
+        _compiled[key] = compiled, rest
     else:
         compiled, rest = found
         compiled[grid](*args, *rest)

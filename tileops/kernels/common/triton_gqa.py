@@ -263,6 +263,7 @@ def _launch(
         WAYS=WAYS,
         warps=numbers["warps"],
         stages=numbers["stages"],
+        registers=numbers.get("registers"),
     )
     if isinstance(splits, int) and splits == 1:
         return

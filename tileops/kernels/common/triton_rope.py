@@ -64,21 +64,22 @@ def load_rotated_rows(
     """
     HALF: tl.constexpr = ROTARY // 2
     column = tl.arange(0, BLOCK_D)
-    if NEOX:
-        partner = tl.where(column < HALF, column + HALF, column - HALF)
-        frequency = tl.where(column < HALF, column, column - HALF)
-        first = column < HALF
-    else:
-        partner = column ^ 1
-        frequency = column // 2
-        first = column % 2 == 0
     turned = keep[:, None] & (column < ROTARY)[None, :]
     own = load_rows(x, at, keep, D, BLOCK_D, tl.float32, E4M3, NATIVE, True)
-    pointer = x + at[:, None] + partner[None, :]
-    if E4M3:
-        other = e4m3_load(pointer, turned, tl.float32, NATIVE)
+    if NEOX:
+        frequency = tl.where(column < HALF, column, column - HALF)
+        first = column < HALF
+        partner = tl.where(first, column + HALF, column - HALF)
+        pointer = x + at[:, None] + partner[None, :]
+        if E4M3:
+            other = e4m3_load(pointer, turned, tl.float32, NATIVE)
+        else:
+            other = tl.load(pointer, mask=turned, other=0.0).to(tl.float32)
     else:
-        other = tl.load(pointer, mask=turned, other=0.0).to(tl.float32)
+        frequency = column // 2
+        first = column % 2 == 0
+        a, b = tl.split(tl.reshape(own, [at.shape[0], BLOCK_D // 2, 2]))
+        other = tl.where(turned, tl.reshape(tl.join(b, a), [at.shape[0], BLOCK_D]), 0.0)
     entry = positions.to(tl.int64)[:, None] * HALF + frequency[None, :]
     c = tl.load(cos + entry, mask=turned, other=1.0).to(tl.float32)
     s = tl.load(sin + entry, mask=turned, other=0.0).to(tl.float32)
