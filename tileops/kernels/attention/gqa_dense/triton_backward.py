@@ -20,7 +20,14 @@ def gqa_dense_bwd(out: tuple[Tensor, Tensor, Tensor], call: Any) -> None:
     attend_backward(
         (dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)),
         None,
-        Forward(*(x.flatten(0, 1) for x in (q, k, call.v, call.o, call.do)), call.lse),
+        Forward(
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            call.v.flatten(0, 1),
+            call.o.flatten(0, 1),
+            call.do.flatten(0, 1),
+            call.lse,
+        ),
         Requests(q.shape[0], q.shape[1], k.shape[1]),
         Scores(
             score_scale(call),
