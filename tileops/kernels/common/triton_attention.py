@@ -301,6 +301,7 @@ def attention_kernel(
     FRESH: the keys of q's tokens are in k_new and v_new, not in the pool.
     Q_SCALED: q_scale [requests, HEADS_KV] is there. KV_SCALED: k_scale and v_scale are there,
         1 for [requests, HEADS_KV], 2 for [1].
+    ROTARY: keys are rotated as they are read, q is rotated already.
     TILES: k_tiles and v_tiles are descriptors of [BLOCK_N, D] blocks of k and v
         [rows, HEADS_KV * D], o_tiles of [BLOCK_M / GROUP, GROUP, D] blocks of o.
     """
@@ -339,12 +340,7 @@ def attention_kernel(
     positions = token + shift
     q_row = q_start + token
     q_at = q_row * Q_ROW + head * D
-    if ROTARY > 0:
-        queries = load_rotated_rows(
-            q, q_at, live & (positions >= 0), positions, cos, sin, D, BLOCK_D, ROTARY, NEOX,
-            Q8, NATIVE,
-        ).to(dtype)  # fmt: skip
-    elif Q8 and K8 and NATIVE and BLOCK_D >= 32:
+    if Q8 and K8 and NATIVE and BLOCK_D >= 32:
         queries = load_rows(q, q_at, live, D, BLOCK_D, q.dtype.element_ty, False, True, True)
     else:
         queries = load_rows(q, q_at, live, D, BLOCK_D, dtype, Q8, NATIVE, True)

@@ -99,6 +99,7 @@ def rotate_kernel(
     length,
     length_kv,
     PACKED: tl.constexpr,
+    LENGTHS: tl.constexpr,
     HEADS: tl.constexpr,
     ROW: tl.constexpr,
     D: tl.constexpr,
@@ -110,7 +111,10 @@ def rotate_kernel(
     BLOCK_R: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
-    """out [tokens, HEADS, D] = x rotated to its position in key coordinates."""
+    """out [tokens, HEADS, D] = x rotated to its position in key coordinates.
+
+    LENGTHS: offsets_kv holds the lengths of the keys, [requests], not their offsets.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     token = row // HEADS
     live = token < tokens
@@ -125,9 +129,12 @@ def rotate_kernel(
             start = tl.load(offsets + b)
             inside = token >= start
             end = tl.load(offsets + b + 1, mask=b < requests, other=0)
-            end_kv = tl.load(offsets_kv + b + 1, mask=b < requests, other=0)
-            start_kv = tl.load(offsets_kv + b, mask=b < requests, other=0)
-            shift = (end_kv - start_kv) - (end - start)
+            if LENGTHS:
+                kv_len = tl.load(offsets_kv + b, mask=b < requests, other=0)
+            else:
+                end_kv = tl.load(offsets_kv + b + 1, mask=b < requests, other=0)
+                kv_len = end_kv - tl.load(offsets_kv + b, mask=b < requests, other=0)
+            shift = kv_len - (end - start)
             # Rows past the last request are padding: any position, nobody reads them.
             position = tl.where(inside, tl.where(b < requests, token - start + shift, 0), position)
     else:
@@ -145,12 +152,18 @@ def rotate_kernel(
     )
 
 
-def rotated(x: Tensor, call: Any, offsets: Tensor | None, offsets_kv: Tensor | None) -> Tensor:
+def rotated(
+    x: Tensor,
+    call: Any,
+    offsets: Tensor | None,
+    offsets_kv: Tensor | None,
+    lengths: Tensor | None = None,
+) -> Tensor:
     """x [..., heads, D] rotated as `call` says, 16-bit in the tables' dtype, contiguous.
 
     Positions count in key coordinates: queries end where the keys end. offsets, offsets_kv:
     int32 [B + 1] of x and of the keys for a packed x [T, heads, D], None for a dense
-    x [B, S, heads, D] over keys [B, S_kv, ...].
+    x [B, S, heads, D] over keys [B, S_kv, ...]. lengths: of the keys [B], instead of offsets_kv.
     """
     out = x.new_empty(x.shape, dtype=call.rope_cos.dtype)
     heads, dim = x.shape[-2:]
@@ -166,12 +179,13 @@ def rotated(x: Tensor, call: Any, offsets: Tensor | None, offsets_kv: Tensor | N
         call.rope_cos.contiguous(),
         call.rope_sin.contiguous(),
         offsets if packed else out,
-        offsets_kv if packed else out,
+        (offsets_kv if lengths is None else lengths) if packed else out,
         tokens,
         offsets.shape[0] - 1 if packed else 0,
         0 if packed else x.shape[1],
         0 if packed else call.k.shape[1],
         PACKED=packed,
+        LENGTHS=lengths is not None,
         HEADS=heads,
         ROW=row,
         D=dim,

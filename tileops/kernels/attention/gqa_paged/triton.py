@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tileops.kernels.common.gqa_hooks import score_scale
 from tileops.kernels.common.triton_gqa import Keys, Queries, Scores, attend
+from tileops.kernels.common.triton_rope import rotated
 
 
 def gqa_paged_fwd(out: Tensor, call: Any) -> None:
@@ -13,17 +14,20 @@ def gqa_paged_fwd(out: Tensor, call: Any) -> None:
     page = call.k_pages.shape[1]
     table = call.page_table
     rope = call.pos_encoding_mode == "rope"
+    q, offsets, lengths = call.q, call.cu_seqlens_q.contiguous(), call.cache_seqlens.contiguous()
+    if rope:
+        q = rotated(q, call, offsets, None, lengths)
     attend(
         out,
         None,
-        Queries(call.q, table.shape[0], 0, call.cu_seqlens_q),
+        Queries(q, table.shape[0], 0, offsets),
         Keys(
             call.k_pages.flatten(0, 1),
             call.v_pages.flatten(0, 1),
             table.shape[1] * page,
             page=page,
             table=table,
-            lengths=call.cache_seqlens,
+            lengths=lengths,
         ),
         Scores(
             score_scale(call),
