@@ -242,7 +242,7 @@ def gradients(call, q, k, v, o, do, lse, seen, q_at, k_at):
         dq, dk = rotate(dq, q_at, *tables, back=True), rotate(dk, k_at, *tables, back=True)
     dsinks = None
     if sinks is not None:
-        share = torch.where(total > -INF, torch.exp(sink - total), 0.0)
+        share = torch.where(total.isfinite(), torch.exp(sink - total), 0.0)
         dsinks = -(share * delta).sum(-1).flatten(1)
     return dq, dk, dv, dsinks
 
