@@ -15,6 +15,7 @@ from tileops.kernels.common.fp8 import E4M3, E4M3_MAX
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # widest first: fewer copies
 CHUNK = 2**18  # numbers quantized at once
+FEW = 16  # limits the spare rows of a traced write
 
 
 def scatter_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
@@ -40,15 +41,32 @@ def scatter_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
     first = torch.cat([written, none == 0]).to(torch.int8).argmax(0, keepdim=True)
     slot = torch.cat([slots, none])
     source = torch.where(kept, torch.arange(rows.shape[0] + 1, device=device), first)
-    target = slot.index_select(0, first)
-    row = torch.where(kept, slot, target) + offset
+    row = torch.where(kept, slot, slot.index_select(0, first)) + offset
+    few, count = _counts(rows.shape[0], flat.shape[0])
+    lanes = torch.arange(count, device=device).clamp(max=rows.shape[0])
+    row, source = row.index_select(0, lanes), source.index_select(0, lanes)
     index: list[Tensor] = []
     for extent in reversed(extents[1:]):
         index.insert(0, row % extent)
         row = torch.div(row, extent, rounding_mode="floor")
-    # Compiled code checks this index: an empty pool is an error there, and no stray read.
-    own = flat.index_select(0, target)
+    own = flat.index_select(0, torch.arange(few, device=device))
     whole.index_put_((row, *index), torch.cat([rows, own]).index_select(0, source))
+
+
+def _counts(rows: int, pool_rows: int) -> tuple[int, int]:
+    """Numbers above 0 and above `rows`, which are both 0 for a pool that turns out to be empty.
+
+    Odd arithmetic, because tracing takes an extent for at least 2 where it can: it would bake in
+    the answer of a branch, drop a minimum with less, and guard on a result that may be 0 or 1.
+    """
+    if isinstance(pool_rows, int):
+        return 1, rows + 1
+    step = 1
+    while statically_known_true(pool_rows >= FEW * step):
+        step *= 2
+    few = torch.sym_min((pool_rows + step - 1) // step, FEW)
+    # At least few * (rows + 1) / few, by a divisor that is never 0.
+    return few, few * (2 * (rows + 1) // (2 * few - 1) + 1)
 
 
 def _whole(pool: Tensor, tail: int) -> tuple[Tensor, int]:
