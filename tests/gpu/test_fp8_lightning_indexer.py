@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ops_registry.accuracy import INDEXER
+from ops_registry.accuracy import INDEXER, Tolerance
 from ops_registry.attention.fp8_lightning_indexer import FP8_LIGHTNING_INDEXER
 from ops_registry.contract import E4M3
 from tests import checks, oracle
@@ -27,13 +27,25 @@ def inputs(b, s, s_kv, h, g, d, kind, causal=False):
     return q, k, torch.randn(s, h), start, end, scale
 
 
+def tolerance(wanted):
+    """The bound of semantics: relative L2 of a case.
+
+    e4m3 tensor cores keep fewer bits of a sum than float32, relative to its terms: where those
+    of 64 heads cancel, an element is off by a share of the typical logit, not of its own.
+    """
+    finite = wanted[wanted > -INF]
+    typical = finite.square().mean().sqrt().item() if finite.numel() else 0.0
+    rel_l2 = INDEXER[F32].rel_l2
+    return Tolerance(rel_l2, 10 * rel_l2 * typical, 10 * rel_l2)
+
+
 def check(args):
     there = [None if x is None else x.cuda() for x in args]
     logits = INDEX(*there)
     wanted = oracle.fp8_lightning_indexer(*args)
     assert torch.equal(logits.cpu() == -INF, wanted == -INF)
-    checks.assert_close(logits.cpu(), wanted, INDEXER[F32], "logits")
     inside = logits > -INF
+    checks.assert_close(logits.cpu(), wanted, tolerance(wanted), "logits")
     assert torch.equal(INDEX(*there, False)[inside], logits[inside])
 
 
