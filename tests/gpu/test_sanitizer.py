@@ -25,9 +25,9 @@ def sanitizer():
 
 @pytest.mark.parametrize("name", kernels())
 def test_memory(sanitizer, name):
+    checked = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(FAILED)]
     done = subprocess.run(
-        [sanitizer, "--tool", "memcheck", "--error-exitcode", str(FAILED), "--print-limit", "5"]
-        + [sys.executable, "-m", "tests.gpu.run_cases", name],
+        [*checked, "--print-limit", "5", sys.executable, "-m", "tests.gpu.run_cases", name],
         cwd=ROOT,
         capture_output=True,
         text=True,
