@@ -1,0 +1,53 @@
+"""Every operator in an AOTInductor package for CUDA: in C++, and in Python without tileops."""
+
+import pytest
+import torch
+
+from tests import checks
+from tests.gpu.cases import first_cases
+from tests.test_packages import lower, run_in_cpp, runner  # noqa: F401  a fixture
+
+SIZES = (7, 2, 3, 65, 130, 1)
+
+pytestmark = pytest.mark.package
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(c, marks=pytest.mark.xdist_group(str(c))) for c in first_cases()],
+    ids=str,
+)
+def packaged(request, tmp_path_factory):
+    """A case and the path of its package, from the saved and loaded program."""
+    case = request.param
+    folder = tmp_path_factory.mktemp("package")
+    program, _ = checks.export(case)
+    torch.export.save(program, folder / "program.pt2")
+    return case, lower(torch.export.load(folder / "program.pt2"), folder / "package.pt2")
+
+
+@pytest.mark.cpp
+def test_in_cpp(packaged, runner, tmp_path):  # noqa: F811
+    case, package = packaged
+    calls = [case.call(size) for size in SIZES]
+    results = run_in_cpp(runner, package, map(checks.tensors_of, calls), tmp_path)
+    for call, (outputs, inputs) in zip(calls, results, strict=True):
+        assert all(x.is_cuda for x in outputs)
+        checks.check_against(case, outputs + checks.mutated_of(case, call, inputs), call)
+
+
+def test_in_this_process(packaged):
+    case, package = packaged
+    model = torch._inductor.aoti_load_package(str(package))
+    for size in SIZES:
+        call = case.call(size)
+        used = checks.clone(call)
+        result = model(*checks.tensors_of(used))
+        checks.check_against(case, checks.outputs_of(case, used, result), call)
+
+
+def test_in_python_without_tileops(packaged, tmp_path):
+    case, package = packaged
+    checks.check_in_new_process(
+        "tests.run_package", [(case, package, SIZES)], tmp_path, AOTI_RUNTIME_CHECK_INPUTS="1"
+    )
