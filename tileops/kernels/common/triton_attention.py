@@ -308,10 +308,7 @@ def attention_kernel(
     HEADS: tl.constexpr = HEADS_KV * GROUP
     # Q8 calls multiply in e4m3 where the machine can (a dot of 32 columns or more), else in
     # float16, which holds every code.
-    if Q8:
-        dtype: tl.constexpr = tl.float16
-    else:
-        dtype: tl.constexpr = q.dtype.element_ty
+    dtype: tl.constexpr = tl.float16 if Q8 else q.dtype.element_ty
     column = tl.arange(0, BLOCK_D)
     item = tl.program_id(0)
     if item >= programs * splits:

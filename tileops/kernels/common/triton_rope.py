@@ -181,7 +181,7 @@ def rotated(
         offsets if packed else out,
         (offsets_kv if lengths is None else lengths) if packed else out,
         tokens,
-        offsets.shape[0] - 1 if packed else 0,
+        offsets.shape[0] - 1 if offsets is not None else 0,
         0 if packed else x.shape[1],
         0 if packed else call.k.shape[1],
         PACKED=packed,
