@@ -2,9 +2,9 @@
 
 Rows are (token, query head) pairs of one KV head, as in the forward: row i of a request is head
 i % GROUP of its token i // GROUP. So a block of rows covers few tokens, a whole group shares the
-keys that are loaded, and what the kernels hand each other lies in the order of rows,
-[H_kv, T_q, g]: `levels`, the base-2 log-sum-exp that takes scores to weights, and `deltas`,
-<o, do>. `triton_backward_rows` makes them and finishes what is left in float32 here.
+keys that are loaded, and what the kernels hand each other lies in the order of rows: `stats`
+[2, H_kv, T_q, g], the base-2 log-sum-exp that takes a row's scores to weights, its level, and its
+delta, <o, do>. `triton_backward_rows` makes them and finishes what is left in float32 here.
 
     keys_kernel     dk and dv of a tile of keys, walking the rows that see them
     queries_kernel  dq of a tile of rows, walking the keys they see
@@ -58,6 +58,24 @@ def weights_of(scores, levels, scale, cap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
+def row_values(x, row, BLOCK_M: tl.constexpr, WARPS: tl.constexpr):
+    """x [BLOCK_M] of rows [BLOCK_M].
+
+    Loaded with an element for every thread, several times over: of a smaller tile the compiler
+    lets every thread copy all that it needs by itself, with the registers that this takes.
+    """
+    SPARE: tl.constexpr = WARPS * 32 // BLOCK_M
+    COPIES: tl.constexpr = 4 if SPARE > 3 else 2 if SPARE > 1 else 1
+    copies = tl.load(x + (tl.arange(0, COPIES) * 0)[:, None] + row[None, :])
+    copies = tl.trans(copies)
+    if COPIES == 4:
+        copies, _ = tl.split(tl.reshape(copies, [BLOCK_M, 2, 2]))
+    if COPIES > 1:
+        copies, _ = tl.split(tl.reshape(copies, [BLOCK_M, 1, 2]))
+    return tl.reshape(copies, [BLOCK_M])
+
+
+@triton.jit
 def visit_rows(
     dk,
     dv,
@@ -70,8 +88,8 @@ def visit_rows(
     shift,
     q,
     do,
-    levels,
-    deltas,
+    stats,
+    far,
     dq,
     scale,
     cap,
@@ -91,7 +109,7 @@ def visit_rows(
 ):
     """dk, dv [N, BLOCK_D] with the share of one block of a request's rows added.
 
-    q, do, levels, deltas and dq begin with the request. EDGE: some rows may not exist, or not see
+    q, do, stats and dq begin with the request. EDGE: some rows may not exist, or not see
     every key.
     EARLY: the product for dv runs while dweights do, that for dk while dscores turn into dq's
         operand. Else dv's does the latter, and dk's runs while dq is added.
@@ -107,10 +125,9 @@ def visit_rows(
         D, BLOCK_D, keys.dtype, False, True, False,
     )  # fmt: skip
     scores = dot(keys, tl.trans(queries), None)
+    level = row_values(stats, first + lane, BLOCK_M, WARPS)
     if EDGE:
-        level = tl.load(levels + first + lane, mask=inside, other=float("inf"))
-    else:
-        level = tl.load(levels + first + lane)
+        level = tl.where(inside, level, float("inf"))
     weights, slope = weights_of(scores, level[None, :], scale, cap, HAS_CAP)
     if EDGE:
         position = (first + lane) // GROUP + shift
@@ -123,7 +140,9 @@ def visit_rows(
     low_weights = weights.to(keys.dtype)
     if EARLY:
         dv = dot(low_weights, grads, dv)
-    dscores = dot(values, tl.trans(grads), None) - tl.load(deltas + first + lane)[None, :]
+    # Deltas are needed no earlier, and registers are short.
+    dscores = dot(values, tl.trans(grads), None)
+    dscores -= row_values(stats + far, first + lane, BLOCK_M, WARPS)[None, :]
     dscores *= weights
     if HAS_CAP:
         dscores *= slope
@@ -138,7 +157,7 @@ def visit_rows(
         dk = dot(dscores, queries, dk)
     if FUSED:
         dq += tl.cast(block, tl.int64) * (BLOCK_M * BLOCK_D)
-        tl.atomic_add(dq + spread_spots(BLOCK_M, BLOCK_D, WARPS), part, sem="relaxed")
+        tl.atomic_add(dq + spread_spots(BLOCK_M, BLOCK_D), part, sem="relaxed")
     return dk, dv
 
 
@@ -158,8 +177,7 @@ def keys_kernel(
     k,
     v,
     do,
-    levels,
-    deltas,
+    stats,
     dk,
     dv,
     dk_sum,
@@ -275,8 +293,8 @@ def keys_kernel(
     q += q_start * Q_ROW + r * GROUP * D
     do += q_start * DO_ROW + r * GROUP * D
     row = (r * tokens.to(tl.int64) + q_start) * GROUP
-    levels += row
-    deltas += row
+    stats += row
+    far = HEADS_KV * GROUP * tokens.to(tl.int64)
     if FUSED:
         part = r * parts.to(tl.int64)
         if PACKED:
@@ -289,13 +307,13 @@ def keys_kernel(
     for edge in tl.range(low, high - (plain_high - plain_low)):
         block = tl.where(edge < plain_low, edge, edge + plain_high - plain_low)
         dk_acc, dv_acc = visit_rows(
-            dk_acc, dv_acc, keys, values, block, rows, key, kv_len, shift, q, do, levels, deltas,
+            dk_acc, dv_acc, keys, values, block, rows, key, kv_len, shift, q, do, stats, far,
             dq_sum, logits, cap_logits, GROUP, D, Q_ROW, DO_ROW, LEFT, RIGHT, HAS_CAP, FUSED,
             EARLY, True, BLOCK_M, BLOCK_D, WARPS,
         )  # fmt: skip
     for block in tl.range(plain_low, plain_high):
         dk_acc, dv_acc = visit_rows(
-            dk_acc, dv_acc, keys, values, block, rows, key, kv_len, shift, q, do, levels, deltas,
+            dk_acc, dv_acc, keys, values, block, rows, key, kv_len, shift, q, do, stats, far,
             dq_sum, logits, cap_logits, GROUP, D, Q_ROW, DO_ROW, LEFT, RIGHT, HAS_CAP, FUSED,
             EARLY, False, BLOCK_M, BLOCK_D, WARPS,
         )  # fmt: skip
@@ -370,8 +388,7 @@ def queries_kernel(
     k,
     v,
     do,
-    levels,
-    deltas,
+    stats,
     dq,
     places,
     scale,
@@ -442,8 +459,9 @@ def queries_kernel(
         live, D, BLOCK_D, q.dtype.element_ty, False, True, True,
     )  # fmt: skip
     row = (r * tokens.to(tl.int64) + q_start) * GROUP + first
-    level = tl.load(levels + row + lane, mask=live, other=float("inf"))
-    delta = tl.load(deltas + row + lane, mask=live, other=0.0)
+    level = tl.load(stats + row + lane, mask=live, other=float("inf"))
+    far = HEADS_KV * GROUP * tokens.to(tl.int64)
+    delta = tl.load(stats + far + row + lane, mask=live, other=0.0)
 
     # Keys that some row sees, [low, high), and that every row sees, [plain_low, plain_high).
     first_position = first // GROUP + shift

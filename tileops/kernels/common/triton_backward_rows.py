@@ -1,6 +1,6 @@
 """Gradients of grouped-query attention on the device: before and after the contractions.
 
-rows_kernel     levels and deltas, and what the sinks take from each block of tokens
+rows_kernel     stats of the rows, and what the sinks take from each block of tokens
 sinks_kernel    the gradient of the sinks from those shares
 finish_kernel   float32 gradients scaled, rotated back and rounded
 """
@@ -18,8 +18,7 @@ def rows_kernel(
     do,
     lse,
     sinks,
-    levels,
-    deltas,
+    stats,
     shares,
     offsets_q,
     requests,
@@ -37,7 +36,7 @@ def rows_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """levels and deltas [H_kv, tokens, g] of BLOCK_T tokens of one KV head.
+    """stats [2, H_kv, tokens, g], levels and deltas, of BLOCK_T tokens of one KV head.
 
     lse: [H, tokens] (PACKED) or [B, H, length_q], natural, without the sinks' share. A row that
     sees no key gets level +inf, which makes all its weights 0.
@@ -76,8 +75,9 @@ def rows_kernel(
         level = tl.maximum(level, sink) + tl.log2(1.0 + tl.exp2(-tl.abs(level - sink)))
     level = tl.where(natural == float("-inf"), float("inf"), level)
     row = ((r * tokens + token) * GROUP)[:, None] + member[None, :]
-    tl.store(levels + row, level, mask=exists)
-    tl.store(deltas + row, delta, mask=exists)
+    far = HEADS_KV * GROUP * tokens.to(tl.int64)
+    tl.store(stats + row, level, mask=exists)
+    tl.store(stats + far + row, delta, mask=exists)
     if HAS_SINKS:
         share = tl.where(level == float("inf"), 0.0, tl.exp2(sink - level) * delta)
         tl.store(shares + head * blocks + block, tl.sum(share, 0), mask=member < GROUP)
@@ -177,7 +177,7 @@ def finish_kernel(
     natural = ((token * HEADS + head) * D)[:, None] + column[None, :]
     if SPREAD:
         x += part * (TILE * BLOCK_D)
-        lines = tl.load(x + spread_spots(BLOCK_M, BLOCK_D, WARPS))
+        lines = tl.load(x + spread_spots(BLOCK_M, BLOCK_D))
         result = gathered(lines, BLOCK_M, BLOCK_D, WARPS)
     else:
         result = tl.load(x + natural, mask=keep, other=0.0)

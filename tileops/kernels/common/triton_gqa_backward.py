@@ -12,7 +12,7 @@ from tileops.kernels.common.triton_backward_rows import finish_kernel, rows_kern
 from tileops.kernels.common.triton_gqa import FAR, Scores
 from tileops.kernels.common.triton_tiles import places_kernel
 
-ROWS = 64  # of one program of rows_kernel
+ELEMENTS = 8192  # of one program of rows_kernel, where the group is not wider
 FINISHED = 32  # rows of one program of finish_kernel, where nothing else decides
 SHARES = 1024  # summed at a time
 SORTED = 1024  # requests whose tiles are put in the order of their work
@@ -65,6 +65,11 @@ def deterministic() -> bool:
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
+
+
+def warps_for(elements: int) -> int:
+    """Warps that hold so many elements of a few tensors in their registers."""
+    return min(max(elements // 2048, 4), 16)
 
 
 def splits_wanted(programs: Any, processors: int, walked: Any) -> Any:
@@ -142,9 +147,8 @@ def attend_backward(
     numbers = keys_numbers(machine(q), padded(dim))
     fused = bool(numbers["FUSED"])
 
-    levels = q.new_empty((heads_kv, tokens, group), dtype=torch.float32)
-    deltas = torch.empty_like(levels)
-    _rows(levels, deltas, dsinks, forward._replace(do=do), requests, scores)
+    stats = q.new_empty((2, heads_kv, tokens, group), dtype=torch.float32)
+    _rows(stats, dsinks, forward._replace(do=do), requests, scores)
 
     keys = tiles_of(requests, tokens_kv, False, numbers["BLOCK_N"], 1, "first" if ramp else None)
     splits: Any = 1
@@ -152,7 +156,7 @@ def attend_backward(
         walked = (tokens if requests.packed else requests.length_q) * group
         splits = splits_wanted(keys.total * heads_kv, machine(q).processors, walked)
     split = smaller(splits - 1, 1)  # 1 where there are parts to add up, else 0
-    dk_sum, dv_sum = levels, levels
+    dk_sum, dv_sum = stats, stats
     if scores.rotary:
         dk_sum = q.new_zeros((tokens_kv * heads_kv * dim,), dtype=torch.float32)
     if not (type(split) is int and split == 0):
@@ -161,7 +165,7 @@ def attend_backward(
         dv_sum = q.new_zeros((size,), dtype=torch.float32)
         if not scores.rotary:
             dk_sum = q.new_zeros((size,), dtype=torch.float32)
-    blocks, dq_sum = None, levels
+    blocks, dq_sum = None, stats
     if fused:
         blocks = tiles_of(requests, tokens, True, numbers["BLOCK_M"], group, None)
         size = blocks.total * heads_kv * blocks.rows * padded(dim)
@@ -187,14 +191,13 @@ def attend_backward(
         k,
         v,
         do,
-        levels,
-        deltas,
+        stats,
         dk_sum if scores.rotary else dk,
         dv,
         dk_sum,
         dv_sum,
         dq_sum,
-        _or(keys.places, levels),
+        _or(keys.places, stats),
         scores.scale,
         scores.softcap or 0.0,
         requests.count,
@@ -225,10 +228,9 @@ def attend_backward(
         k,
         v,
         do,
-        levels,
-        deltas,
+        stats,
         dq_sum if scores.rotary else dq,
-        _or(tiles.places, levels),
+        _or(tiles.places, stats),
         scores.scale,
         scores.softcap or 0.0,
         requests.count,
@@ -244,22 +246,21 @@ def attend_backward(
 
 
 def _rows(
-    levels: Tensor,
-    deltas: Tensor,
+    stats: Tensor,
     dsinks: Tensor | None,
     forward: Forward,
     requests: Requests,
     scores: Scores,
 ) -> None:
-    """Fill levels and deltas [H_kv, T_q, g], and dsinks [H]."""
+    """Fill stats [2, H_kv, T_q, g], and dsinks [H]."""
     o, o_row = rows(forward.o)
     do, do_row = rows(forward.do)
-    heads_kv, tokens, group = levels.shape
+    heads_kv, tokens, group = stats.shape[1:]
     dim = o.shape[-1]
     block_g = 1 << (group - 1).bit_length()
-    block_t = max(1, ROWS // block_g)
+    block_t = max(1, ELEMENTS // padded(dim) // block_g)
     blocks = (tokens + block_t - 1) // block_t
-    shares = levels
+    shares = stats
     if dsinks is not None:
         shares = o.new_empty((heads_kv * group * blocks,), dtype=torch.float32)
     launch(
@@ -269,8 +270,7 @@ def _rows(
         do,
         forward.lse.contiguous(),
         _or(scores.sinks, o),
-        levels,
-        deltas,
+        stats,
         shares,
         _or(requests.offsets_q, o),
         requests.count,
@@ -287,7 +287,7 @@ def _rows(
         BLOCK_D=padded(dim),
         BLOCK_G=block_g,
         BLOCK_T=block_t,
-        warps=4,
+        warps=warps_for(block_t * block_g * padded(dim)),
         stages=1,
     )
     if dsinks is not None:
@@ -355,7 +355,7 @@ def _finish(
         TILE=tiles.rows,
         BLOCK_M=block,
         WARPS=warps or 1,
-        warps=4,
+        warps=warps_for(block * padded(dim)),
         stages=1,
     )
 

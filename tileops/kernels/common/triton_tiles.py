@@ -102,21 +102,21 @@ def places_kernel(
 
 @triton.jit
 def spread(x, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, WARPS: tl.constexpr):
-    """x [BLOCK_M, BLOCK_D] as [pieces, WARPS, 128]: four elements a lane, as the accumulators of
-    warpgroups hold them, so that nothing moves and a warp adds whole lines."""
-    ROW_WARPS: tl.constexpr = min(WARPS, BLOCK_M // 16)
+    """x [BLOCK_M, BLOCK_D] as lines of 128, line i of warp i % WARPS: four elements a lane, as the
+    accumulators of warpgroups hold them, so that nothing moves and a warp adds whole lines."""
+    ROW_WARPS: tl.constexpr = WARPS if WARPS < BLOCK_M // 16 else BLOCK_M // 16
     COLUMN_WARPS: tl.constexpr = WARPS // ROW_WARPS
     ROW_TILES: tl.constexpr = BLOCK_M // 16 // ROW_WARPS
     COLUMN_TILES: tl.constexpr = BLOCK_D // 16 // COLUMN_WARPS
     x = tl.reshape(x, [ROW_TILES, ROW_WARPS, 2, 8, COLUMN_WARPS, COLUMN_TILES, 2, 4, 2])
     x = tl.permute(x, [0, 2, 5, 4, 1, 3, 7, 6, 8])
-    return tl.reshape(x, [ROW_TILES * 2 * COLUMN_TILES, WARPS, 128])
+    return tl.reshape(x, [BLOCK_M * BLOCK_D // 128, 128])
 
 
 @triton.jit
 def gathered(x, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, WARPS: tl.constexpr):
     """The [BLOCK_M, BLOCK_D] that was `spread`."""
-    ROW_WARPS: tl.constexpr = min(WARPS, BLOCK_M // 16)
+    ROW_WARPS: tl.constexpr = WARPS if WARPS < BLOCK_M // 16 else BLOCK_M // 16
     COLUMN_WARPS: tl.constexpr = WARPS // ROW_WARPS
     ROW_TILES: tl.constexpr = BLOCK_M // 16 // ROW_WARPS
     COLUMN_TILES: tl.constexpr = BLOCK_D // 16 // COLUMN_WARPS
@@ -126,17 +126,16 @@ def gathered(x, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, WARPS: tl.constexp
 
 
 @triton.jit
-def spread_spots(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, WARPS: tl.constexpr):
-    """Where a spread tile lies: [pieces, WARPS, 128], one after another."""
-    PIECES: tl.constexpr = BLOCK_M * BLOCK_D // (WARPS * 128)
-    line = tl.arange(0, PIECES)[:, None] * WARPS + tl.arange(0, WARPS)[None, :]
-    return line[:, :, None] * 128 + tl.arange(0, 128)[None, None, :]
+def spread_spots(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where a spread tile lies: its lines one after another."""
+    line = tl.arange(0, BLOCK_M * BLOCK_D // 128)
+    return line[:, None] * 128 + tl.arange(0, 128)[None, :]
 
 
 @triton.jit
 def spread_spot(row, column, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, WARPS: tl.constexpr):
     """Where element (row, column) of a spread tile lies."""
-    ROW_WARPS: tl.constexpr = min(WARPS, BLOCK_M // 16)
+    ROW_WARPS: tl.constexpr = WARPS if WARPS < BLOCK_M // 16 else BLOCK_M // 16
     COLUMNS: tl.constexpr = BLOCK_D // (WARPS // ROW_WARPS)
     warp = column // COLUMNS * ROW_WARPS + row // 16 % ROW_WARPS
     piece = (row // 16 // ROW_WARPS * 2 + row // 8 % 2) * (COLUMNS // 16) + column % COLUMNS // 16
