@@ -16,7 +16,7 @@ from tests import checks
 from tests.cases import all_cases
 
 CPP = checks.ROOT / "export_examples" / "cpp" / "ops"
-SIZES = (7, 2, 3, 65, 130, 1)
+SIZES = (7, 2, 3, 65, 130, 1, 0)
 # Besides the first case of every operator: what reaches other code of a kernel.
 ALSO = {
     "fp8_lightning_indexer-e4m3-scaled",
@@ -43,7 +43,7 @@ def lower(program, path):
     """The package of an exported program.
 
     Inductor assumes extents of at least 2 and its input check refuses others; the answers hold
-    at extents of 1 too, which decoding one request needs.
+    at extents of 1 too, which decoding one request needs, and for empty calls.
     """
     with torch.no_grad():
         torch._inductor.aoti_compile_and_package(
@@ -173,6 +173,7 @@ def test_packaged_write_keeps_every_bit_and_copies_no_pool(tmp_path):
         assert torch.equal(checks.bits(written.flatten(0, 1)), checks.bits(expected))
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert largest <= 2 * rows.nbytes < pool.nbytes / 32, (largest, rows.nbytes, pool.nbytes)
+    model(rows, rows.clone(), pool[:0].clone(), pool[:0].clone(), slots)  # nowhere to write
 
 
 @pytest.mark.package
