@@ -142,7 +142,7 @@ def test_the_default_scale_is_that_of_the_whole_row():
     assert torch.equal(default, DSADecodeWithKVCacheFwdOp(8, 1, 100, 24**-0.5)(*args))
 
 
-@pytest.mark.parametrize("sizes", [dict(b=0), dict(s=0), dict(s_kv=0), dict(slots=0)])
+@pytest.mark.parametrize("sizes", [dict(b=0), dict(s=0), dict(s_kv=0), dict(slots=0), dict(h=0)])
 def test_nothing_to_do(sizes):
     args = inputs(**sizes)
     for is_causal in (True, False):

@@ -184,6 +184,10 @@ def test_nothing_to_do(sizes, kind):
     assert FP8LightningIndexerFwdOp()(*args).shape == shape
 
 
+def test_no_query_heads():
+    check(inputs(h=0))
+
+
 def test_autocast_does_not_change_the_arithmetic():
     args = inputs(kind="bf16")
     op = FP8LightningIndexerFwdOp()

@@ -115,6 +115,12 @@ def test_nothing_to_do(lens):
     assert lse.shape == (4, 0)
 
 
+def test_no_query_heads():
+    o, lse = NSACompressedVarlenFwdOp(1.0, 4)(*inputs(h=0))
+    assert o.shape == (14, 0, 8)
+    assert lse.shape == (0, 14)
+
+
 def test_bad_metadata_stays_inside_memory():
     q, k, v, offsets, chunk_offsets, tokens = inputs()
     for bad in ([-2, 3, 3, 5], [100, 200, 200, 300], [-(2**31), 0, 0, 0]):

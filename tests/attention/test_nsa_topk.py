@@ -124,6 +124,10 @@ def test_nothing_to_do(lens):
     assert NSATopKVarlenFwdOp(1.0, 3, 4)(*inputs(lens)).shape == (0, 2, 3)
 
 
+def test_no_query_heads():
+    check(inputs(h=0), 1.0, 3, 4)
+
+
 def test_bad_metadata_stays_inside_memory():
     q, k, offsets, chunk_offsets, tokens = inputs()
     op = NSATopKVarlenFwdOp(1.0, 3, 4)

@@ -166,6 +166,10 @@ def test_nothing_to_do(lens):
     assert NSAVarlenFwdOp(True, 1.0, 4)(*inputs(lens)).shape == (0, 4, 16)
 
 
+def test_no_query_heads():
+    assert NSAVarlenFwdOp(True, 1.0, 4)(*inputs(h=0)).shape == (30, 0, 16)
+
+
 def test_bad_offsets_stay_inside_memory():
     q, k, v, blocks, counts, offsets, tokens = inputs()
     blocks.zero_()
