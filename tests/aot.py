@@ -28,6 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import meta_kernels.attention
 from tests import meta_calls
@@ -113,6 +114,7 @@ class Specialization(NamedTuple):
     aligned: tuple[str, ...]
     warps: int
     stages: int
+    registers: int | None
 
 
 def specialization(launch: Launch) -> Specialization:
@@ -125,6 +127,9 @@ def specialization(launch: Launch) -> Specialization:
         if torch.is_tensor(value):
             signature[name] = "*" + NAMES[value.dtype]
             aligned.append(name)
+        elif isinstance(value, TensorDescriptor):
+            block = ",".join(map(str, value.block_shape))
+            signature[name] = f"tensordesc<{NAMES[value.base.dtype]}[{block}]>"
         elif isinstance(value, bool):
             signature[name] = "i1"
         elif isinstance(value, int):
@@ -144,6 +149,7 @@ def specialization(launch: Launch) -> Specialization:
         tuple(aligned),
         launch.warps,
         launch.stages,
+        launch.registers,
     )
 
 
@@ -194,6 +200,8 @@ def compiled(wanted: Specialization, arch: str) -> Compiled:
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in wanted.aligned},
     )
     options = {"num_warps": wanted.warps, "num_stages": wanted.stages}
+    if wanted.registers is not None and chip.machine.backend == "cuda":
+        options["maxnreg"] = wanted.registers
     result = triton.compile(source, target=chip.target, options=options)
     nvidia = chip.machine.backend == "cuda"
     text = result.asm["ptx" if nvidia else "amdgcn"]

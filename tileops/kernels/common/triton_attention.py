@@ -98,7 +98,7 @@ def attend_range(
     of the cap's tanh; with a cap it is cap that takes tanh to base-2 logits. dtype: of the
     weights and values. MASKED: some row may not see some key. TAIL: keys may lie past kv_len.
     """
-    for start in tl.range(begin, end, BLOCK_N):
+    for start in tl.range(begin, end, BLOCK_N, disable_licm=True):
         key = start + tl.arange(0, BLOCK_N)
         stored = key < kv_len
         if TILES:
