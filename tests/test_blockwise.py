@@ -568,6 +568,9 @@ def test_packaged(traced, tmp_path, monkeypatch):
     model = torch._inductor.aoti_load_package(path)
     for lengths in (RAGGED, ([2], [5]), ([3, 1], [0, 5]), ([2] * 40, [9] * 40), ([600], [600])):
         check_traced(model, traced, lengths)
+    q, k, v, cu_q, cu_kv, *rest = traced_call(RAGGED)
+    with pytest.raises(RuntimeError, match="out of bounds"):  # and no wrap to the last rows
+        model(q, k, v, cu_q, cu_kv - 7, *rest)
 
 
 def test_dense_offsets():

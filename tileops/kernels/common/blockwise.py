@@ -120,7 +120,7 @@ def packed_rows(key: Rows | None = None, value: Rows | None = None) -> Load:
     """
 
     def load(x: Inputs, b: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        rows = take(x["kv_offsets"], b).to(torch.int64) + keys
+        rows = unwrapped(take(x["kv_offsets"], b).to(torch.int64) + keys)
         return fetch(x, "k", rows, key, b, keys), fetch(x, "v", rows, value, b, keys)
 
     return load
@@ -143,8 +143,12 @@ def paged_address(table: Tensor, b: Tensor, keys: Tensor, page_size: int) -> Ten
     """Pool rows [n] of the logical positions keys [n] of request b [1]."""
     column = torch.div(keys, page_size, rounding_mode="floor")
     page = take(take(table, b), column, dim=1)[0].to(torch.int64)
-    # Compiled indexing counts negative ids from the end; here they have to raise.
-    return torch.where(page < 0, FAR, page * page_size + keys % page_size)
+    return torch.where(page < 0, FAR, page * page_size + keys % page_size)  # as `unwrapped`
+
+
+def unwrapped(rows: Tensor) -> Tensor:
+    """The same rows; negative ones raise when they are read. Compiled code would wrap them."""
+    return torch.where(rows < 0, FAR, rows)
 
 
 def fetch(

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from tileops.kernels.common.blockwise import (
-    FAR,
     ClosedChunks,
     Inputs,
     attend,
     packed_lengths,
     take,
+    unwrapped,
 )
 
 
@@ -34,8 +34,6 @@ def nsa_compressed_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
 
 def load_chunks(x: Inputs, b: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of chunks [n] of request b; a row outside the pool raises."""
-    rows = take(x["first"], b) + chunks
-    # Compiled indexing counts negative rows from the end; here they have to raise.
-    rows = torch.where(rows < 0, FAR, rows)
+    rows = unwrapped(take(x["first"], b) + chunks)
     k, v = (take(x[name], rows).to(torch.float32) for name in ("k", "v"))
     return k, v

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop_op
 
 from tileops.kernels.common.blockwise import (
-    FAR,
     INF,
     Inputs,
     by_group,
@@ -20,6 +19,7 @@ from tileops.kernels.common.blockwise import (
     take,
     tile_limit,
     tile_rows,
+    unwrapped,
     walk,
 )
 
@@ -46,9 +46,7 @@ def nsa_topk(out: Tensor, call: Any) -> None:
     ) -> tuple[Tensor, Tensor]:
         """Block numbers [L] and logits [H_kv, n, g, L], -inf where not closed."""
         chunk = at + lanes
-        row = start + torch.minimum(chunk, closed.amax() - 1).clamp(min=0)
-        # Compiled indexing counts negative rows from the end; here they have to raise.
-        row = torch.where(row < 0, FAR, row)
+        row = unwrapped(start + torch.minimum(chunk, closed.amax() - 1).clamp(min=0))
         keys = take(k, row).to(torch.float32).permute(1, 2, 0)
         z = torch.bmm(queries.to(torch.float32), keys)
         z = z.reshape(heads_kv, closed.shape[0], group, block)
