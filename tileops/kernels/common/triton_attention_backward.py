@@ -204,6 +204,7 @@ def keys_kernel(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    WIDE: tl.constexpr,
     FUSED: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -215,7 +216,7 @@ def keys_kernel(
 
     tiles: of a request (dense), or of the whole batch (PACKED), which places tells apart.
     splits: parts that the rows of a tile are walked in. With more than one, the parts add up in
-        dk_sum and dv_sum, float32, and dk and dv are not written.
+        dk_sum and dv_sum, float32, and dk and dv are not written. WIDE: dk_sum is in any case.
     FUSED: so do the shares of dq in dq_sum [H_kv, parts, BLOCK_M * BLOCK_D], each part a block of
         rows as `spread` lays it out. They still lack the scale.
     """
@@ -324,7 +325,10 @@ def keys_kernel(
     keep = stored[:, None] & (column < D)[None, :]
     dk_acc *= float32(scale)
     if splits == 1:
-        tl.store(dk + at + out, dk_acc.to(dk.dtype.element_ty), mask=keep)
+        if WIDE:
+            tl.store(dk_sum + at + out, dk_acc, mask=keep)
+        else:
+            tl.store(dk + at + out, dk_acc.to(dk.dtype.element_ty), mask=keep)
         tl.store(dv + at + out, dv_acc.to(dv.dtype.element_ty), mask=keep)
     else:
         tl.atomic_add(dk_sum + at + out, dk_acc, mask=keep, sem="relaxed")

@@ -156,20 +156,15 @@ def attend_backward(
         walked = (tokens if requests.packed else requests.length_q) * group
         splits = splits_wanted(keys.total * heads_kv, machine(q).processors, walked)
     split = smaller(splits - 1, 1)  # 1 where there are parts to add up, else 0
-    dk_sum, dv_sum = stats, stats
-    if scores.rotary:
-        dk_sum = q.new_zeros((tokens_kv * heads_kv * dim,), dtype=torch.float32)
-    if not (type(split) is int and split == 0):
-        # Two elements more: of a size that may be 0 or 1, tracing would ask which.
-        size = tokens_kv * heads_kv * dim * split + 2
-        dv_sum = q.new_zeros((size,), dtype=torch.float32)
-        if not scores.rotary:
-            dk_sum = q.new_zeros((size,), dtype=torch.float32)
+    size = tokens_kv * heads_kv * dim
+    # Of a size that may be 0 or 1, tracing would ask which: two elements more.
+    dk_sum = _sum(q, 1, size) if scores.rotary else _sum(q, split, size * split + 2)
+    dv_sum = _sum(q, split, size * split + 2)
     blocks, dq_sum = None, stats
     if fused:
         blocks = tiles_of(requests, tokens, True, numbers["BLOCK_M"], group, None)
         size = blocks.total * heads_kv * blocks.rows * padded(dim)
-        dq_sum = q.new_zeros((size,), dtype=torch.float32)
+        dq_sum = _sum(q, 1, size)
     options = {
         "PACKED": requests.packed,
         "HEADS_KV": heads_kv,
@@ -192,7 +187,7 @@ def attend_backward(
         v,
         do,
         stats,
-        dk_sum if scores.rotary else dk,
+        dk,
         dv,
         dk_sum,
         dv_sum,
@@ -207,6 +202,7 @@ def attend_backward(
         keys.count,
         splits,
         0 if blocks is None else blocks.total,
+        WIDE=scores.rotary > 0,
         WARPS=numbers["warps"],
         **options,
         **numbers,
@@ -358,6 +354,13 @@ def _finish(
         warps=warps_for(block * padded(dim)),
         stages=1,
     )
+
+
+def _sum(like: Tensor, active: Any, size: Any) -> Tensor:
+    """float32 zeros to add to; memory of any size where that is not done."""
+    if type(active) is int and active == 0:
+        return like.new_empty((2,), dtype=torch.float32)
+    return like.new_zeros((size,), dtype=torch.float32)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
