@@ -16,21 +16,38 @@ def overwrite(static, call):
             x.copy_(y)
 
 
-@every_case
-def test_capture_and_replay(case):
-    """Warmed at one size, captured at another: no launch is compiled for a length."""
-    case.contract.op(*case.call(13))
-    first = case.call(21)
-    static = checks.clone(first)
+def captured(case, call):
+    """The graph of a call, its static inputs and its result."""
+    static = checks.clone(call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = case.contract.op(*static)
+    return graph, static, result
+
+
+@every_case
+def test_capture_and_replay(case):
+    """One graph serves other contents, lengths, tables and slots of the same shapes."""
+    first = case.call(21)
+    case.contract.op(*checks.clone(first))
+    graph, static, result = captured(case, first)
     for seed in range(4):
         call = relengthened(case.call(21, seed), seed) if seed else first
         overwrite(static, call)
         graph.replay()
         checks.check_against(case, checks.outputs_of(case, static, result), call)
+
+
+@every_case
+def test_capture_of_another_size(case):
+    """A call of one size warms the capture of another: no kernel is compiled for a length."""
+    case.contract.op(*case.call(13))
+    call = case.call(22)
+    graph, static, result = captured(case, call)
+    overwrite(static, call)
+    graph.replay()
+    checks.check_against(case, checks.outputs_of(case, static, result), call)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "validated" in c.variant], ids=str)
