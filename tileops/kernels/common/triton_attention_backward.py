@@ -16,7 +16,7 @@ five contractions a pair instead of seven.
 import triton
 import triton.language as tl
 
-from tileops.kernels.common.device import LOG2E, dot, float32, tanh, visible
+from tileops.kernels.common.device import LOG2E, dot, float32, int64, tanh, visible
 from tileops.kernels.common.triton_rope import load_rows
 from tileops.kernels.common.triton_tiles import spread, spread_spots
 
@@ -293,11 +293,11 @@ def keys_kernel(
         logits = float32(scale) / float32(cap)
     q += q_start * Q_ROW + r * GROUP * D
     do += q_start * DO_ROW + r * GROUP * D
-    row = (r * tokens.to(tl.int64) + q_start) * GROUP
+    row = (r * int64(tokens) + q_start) * GROUP
     stats += row
-    far = HEADS_KV * GROUP * tokens.to(tl.int64)
+    far = HEADS_KV * GROUP * int64(tokens)
     if FUSED:
-        part = r * parts.to(tl.int64)
+        part = r * int64(parts)
         if PACKED:
             part += q_start * GROUP // BLOCK_M + b
         else:
@@ -462,9 +462,9 @@ def queries_kernel(
         do + token * DO_ROW + r * GROUP * D, row_offsets(first, lane, GROUP, DO_ROW, D, BLOCK_M),
         live, D, BLOCK_D, q.dtype.element_ty, False, True, True,
     )  # fmt: skip
-    row = (r * tokens.to(tl.int64) + q_start) * GROUP + first
+    row = (r * int64(tokens) + q_start) * GROUP + first
     level = tl.load(stats + row + lane, mask=live, other=float("inf"))
-    far = HEADS_KV * GROUP * tokens.to(tl.int64)
+    far = HEADS_KV * GROUP * int64(tokens)
     delta = tl.load(stats + far + row + lane, mask=live, other=0.0)
 
     # Keys that some row sees, [low, high), and that every row sees, [plain_low, plain_high).

@@ -8,7 +8,7 @@ finish_kernel   float32 gradients scaled, rotated back and rounded
 import triton
 import triton.language as tl
 
-from tileops.kernels.common.device import LOG2E, float32
+from tileops.kernels.common.device import LOG2E, float32, int64
 from tileops.kernels.common.triton_tiles import gathered, spread_spot, spread_spots
 
 
@@ -50,7 +50,7 @@ def rows_kernel(
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)
     member = tl.arange(0, BLOCK_G)
     head = r * GROUP + member
-    end = tokens.to(tl.int64)
+    end = int64(tokens)
     if PACKED:
         end = tl.load(offsets_q + requests).to(tl.int64)
     exists = (token < tokens)[:, None] & (member < GROUP)[None, :]
@@ -75,7 +75,7 @@ def rows_kernel(
         level = tl.maximum(level, sink) + tl.log2(1.0 + tl.exp2(-tl.abs(level - sink)))
     level = tl.where(natural == float("-inf"), float("inf"), level)
     row = ((r * tokens + token) * GROUP)[:, None] + member[None, :]
-    far = HEADS_KV * GROUP * tokens.to(tl.int64)
+    far = HEADS_KV * GROUP * int64(tokens)
     tl.store(stats + row, level, mask=exists)
     tl.store(stats + far + row, delta, mask=exists)
     if HAS_SINKS:
