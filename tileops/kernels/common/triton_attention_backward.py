@@ -305,14 +305,16 @@ def keys_kernel(
         dq_sum += part * (BLOCK_M * BLOCK_D)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for edge in tl.range(low, high - (plain_high - plain_low)):
+    # Wide heads have no registers left for what does not change in a loop.
+    WIDE_HEAD: tl.constexpr = BLOCK_D > 128
+    for edge in tl.range(low, high - (plain_high - plain_low), disable_licm=WIDE_HEAD):
         block = tl.where(edge < plain_low, edge, edge + plain_high - plain_low)
         dk_acc, dv_acc = visit_rows(
             dk_acc, dv_acc, keys, values, block, rows, key, kv_len, shift, q, do, stats, far,
             dq_sum, logits, cap_logits, GROUP, D, Q_ROW, DO_ROW, LEFT, RIGHT, HAS_CAP, FUSED,
             EARLY, True, BLOCK_M, BLOCK_D, WARPS,
         )  # fmt: skip
-    for block in tl.range(plain_low, plain_high):
+    for block in tl.range(plain_low, plain_high, disable_licm=WIDE_HEAD):
         dk_acc, dv_acc = visit_rows(
             dk_acc, dv_acc, keys, values, block, rows, key, kv_len, shift, q, do, stats, far,
             dq_sum, logits, cap_logits, GROUP, D, Q_ROW, DO_ROW, LEFT, RIGHT, HAS_CAP, FUSED,

@@ -64,6 +64,11 @@ def nsa_compressed_kernel(
     part = share // V_PARTS % HEAD_PARTS
     r = share // (V_PARTS * HEAD_PARTS)
     n, first, begin, length = token_tile(offsets, requests, tokens, tile, TOKENS, WAYS)
+    # Through loads that load nothing, so that torch does not take the offsets for written: see
+    # `attention_kernel`.
+    begin = tl.load(offsets, mask=tile < 0, other=begin)
+    memory = offsets.to(tl.pointer_type(tl.int64), bitcast=True)
+    first = tl.load(memory, mask=tile < 0, other=first)
     if begin >= length:
         return
 

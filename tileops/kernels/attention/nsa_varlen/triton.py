@@ -79,6 +79,12 @@ def nsa_union_kernel(
     tile = tl.program_id(0) // HEADS_KV
     r = tl.program_id(0) % HEADS_KV
     n, first, begin, length = token_tile(offsets, requests, tokens, tile, TOKENS, WAYS)
+    # Through loads that load nothing, so that torch does not take the offsets for written: see
+    # `attention_kernel`.
+    begin = tl.load(offsets, mask=tile < 0, other=begin)
+    length = tl.load(offsets, mask=tile < 0, other=length)
+    memory = offsets.to(tl.pointer_type(tl.int64), bitcast=True)
+    first = tl.load(memory, mask=tile < 0, other=first)
     if (begin >= length) | (n >= requests):
         return
 
@@ -190,6 +196,12 @@ def nsa_varlen_kernel(
     v_start = share % V_PARTS * BLOCK_V
     part = share // V_PARTS
     n, first, begin, length = token_tile(offsets, requests, tokens, tile, TOKENS, WAYS)
+    # Through loads that load nothing, so that torch does not take the offsets for written: see
+    # `attention_kernel`.
+    begin = tl.load(offsets, mask=tile < 0, other=begin)
+    length = tl.load(offsets, mask=tile < 0, other=length)
+    memory = offsets.to(tl.pointer_type(tl.int64), bitcast=True)
+    first = tl.load(memory, mask=tile < 0, other=first)
     if begin >= length:
         return
 
