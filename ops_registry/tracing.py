@@ -14,6 +14,7 @@ __all__ = [
     "foreign",
     "keep_loop_inputs",
     "keep_storage_offsets",
+    "loops_write_in_place",
     "packaging",
     "restore_hints",
     "traced",
@@ -98,6 +99,11 @@ def keep_loop_inputs() -> None:
         return results
 
     ir.WhileLoop.create = keeping_inputs
+
+
+def loops_write_in_place() -> bool:
+    """True if the loops of a package may write into what they carry, as those of a scan do."""
+    return torch.__version__ >= "2.13"  # a TorchVersion, so no comparison of letters
 
 
 def restore_hints(values: Iterable[Any]) -> None:

@@ -22,6 +22,8 @@ from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from ops_registry import tracing
+
 Inputs = dict[str, Tensor]
 """The tensors a callback may read, by name. Names with a leading underscore are the engine's."""
 
@@ -446,7 +448,8 @@ def walk(
     eager = type(lanes) is Tensor
     store = Tensor.index_copy_ if eager else Tensor.index_copy
     if not eager:
-        return stack_frames(fill_frame, rows, frame, shared)
+        frames = stack_frames if tracing.loops_write_in_place() else carry_frames
+        return frames(fill_frame, rows, frame, shared, count)
     outs = into or [blank.new_empty(rows, *blank.shape[1:]) for blank in blanks]
     for out, fill in zip(outs, fills, strict=True):
         out.fill_(fill)
@@ -460,13 +463,14 @@ def walk(
     return tuple(outs)
 
 
-def stack_frames(
-    fill_frame: Callable[..., tuple[Tensor, ...]], rows: int, frame: int, shared: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """The [rows, ...] results of (state, first row, edge, *shared) -> (state, *[frame, ...]).
+Frame = Callable[..., tuple[Tensor, ...]]
+"""(state, first row, edge, *shared) -> the next state and [frame, *tail] per output; from 0 on."""
 
-    For traced calls. The first state is 0.
-    """
+
+def stack_frames(
+    fill_frame: Frame, rows: int, frame: int, shared: Sequence[Tensor], count: int
+) -> tuple[Tensor, ...]:
+    """The outputs [rows, *tail] of a traced walk, a frame after the other."""
 
     def fill(state: Tensor, first: Tensor, edge: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         state, *parts = fill_frame(state, first, edge, *given[: len(shared)])
@@ -482,6 +486,30 @@ def stack_frames(
     _, *stacked = scan_op(fill, [state], [first, edge], (*shared, *symbols.values()))
     # Not a slice, which would guard on `rows` being at most the rows of the stack.
     return tuple(x.as_strided((rows, *x.shape[2:]), x.stride()[1:]) for x in stacked)
+
+
+def carry_frames(
+    fill_frame: Frame, rows: int, frame: int, shared: Sequence[Tensor], count: int
+) -> tuple[Tensor, ...]:
+    """`stack_frames` for older torch, with copies of the outputs for every frame."""
+
+    def more(first: Tensor, state: Tensor, *rest: Tensor) -> Tensor:
+        return first < rest[0].shape[0] - frame
+
+    def fill(first: Tensor, state: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        outs, given = rest[:count], rest[count:]
+        slots, edge = first + torch.arange(frame, device=first.device), first + frame
+        limit = torch.full_like(first, outs[0].shape[0] - frame)
+        state, *parts = fill_frame(state, first, torch.minimum(edge, limit), *given)
+        stored = (out.index_copy(0, slots, part) for out, part in zip(outs, parts, strict=True))
+        return edge, state, *stored
+
+    # One frame of slack, so that the last frame is stored like the others.
+    outs = [x.new_empty(rows + frame, *x.shape[1:]) for x in shared[-count:]]
+    first = torch.zeros((), dtype=torch.int64, device=shared[0].device)
+    start = (first, torch.zeros_like(first), *outs)
+    _, _, *outs = while_loop_op(more, fill, start, tuple(shared))
+    return tuple(out[:rows] for out in outs)
 
 
 def separate(inputs: Inputs) -> Inputs:
