@@ -60,7 +60,7 @@ def attend_backward(
     """
     s_q, heads, _ = q.shape
     s_kv, heads_kv, _ = k.shape
-    if s_q == 0 or s_kv == 0:
+    if s_q == 0 or s_kv == 0 or heads == 0:
         for gradient in (dq, dk, dv):
             gradient.zero_()
         return
