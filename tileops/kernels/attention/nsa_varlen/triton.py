@@ -101,8 +101,8 @@ def nsa_union_kernel(
         last = (position * 0 + length - 1) // SIZE
         whole = length // SIZE
     list_row = r.to(tl.int64) * tokens + first + begin
-    front = entries + list_row * slots
-    back = front + tl.minimum(TOKENS, length - begin) * slots - 1
+    into = entries + list_row * slots
+    room = tl.minimum(TOKENS, length - begin) * slots
 
     lane = tl.arange(0, N)
     plain = begin * 0
@@ -110,8 +110,8 @@ def nsa_union_kernel(
     for start in range(0, slots, SLOTS):
         slot = start + tl.arange(0, SLOTS)
         named = live[:, None] & (slot < slots)[None, :] & (slot[None, :] < used[:, None])
-        at = block_indices + place[:, None] * slots + slot[None, :]
-        block = tl.load(at, mask=named, other=-1)
+        named_at = block_indices + place[:, None] * slots + slot[None, :]
+        block = tl.load(named_at, mask=named, other=-1)
         named = (block >= 0) & (block <= last[:, None])
         # Sorted by block, then token.
         if SHORT:
@@ -136,11 +136,11 @@ def nsa_union_kernel(
             place_here = tl.cumsum(put.to(tl.int32), 0) - 1
             all_here = tl.sum(put.to(tl.int32), 0)
             plain_here = tl.sum((put & is_plain).to(tl.int32), 0)
-            into = tl.where(
-                is_plain, front + plain + place_here, back - masked - (place_here - plain_here)
+            at = tl.where(
+                is_plain, plain + place_here, room - 1 - masked - place_here + plain_here
             )
             joined = (block.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
-            tl.store(into, joined, mask=put)
+            tl.store(into + at, joined, mask=put)
             plain += plain_here
             masked += all_here - plain_here
             waiting = again
