@@ -125,6 +125,8 @@ def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: 
     q = queries.q
     tokens = q.shape[0]
     heads, dim = q.shape[1:]
+    if heads == 0:
+        return
     heads_kv = keys.k.shape[1]
     group = heads // heads_kv
     device = machine(q)

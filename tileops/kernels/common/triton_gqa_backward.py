@@ -140,6 +140,10 @@ def attend_backward(
     do, do_row = rows(forward.do)
     tokens, (heads, dim) = q.shape[0], q.shape[1:]
     tokens_kv, heads_kv = k.shape[:2]
+    if heads == 0:
+        dk.zero_()
+        dv.zero_()
+        return
     group = heads // heads_kv
     left = scores.left if scores.left < FAR else -1
     right = 0 if scores.is_causal else scores.right if scores.right < FAR else -1

@@ -167,6 +167,8 @@ def rotated(
     """
     out = x.new_empty(x.shape, dtype=call.rope_cos.dtype)
     heads, dim = x.shape[-2:]
+    if heads == 0:
+        return out
     packed = offsets is not None
     tokens = x.shape[0] if packed else x.shape[0] * x.shape[1]
     source, row = rows(x)
