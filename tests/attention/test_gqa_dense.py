@@ -37,6 +37,21 @@ def test_head_dims(d, dtype):
     close(GQADenseFwdOp()(q, k, v), oracle.gqa_dense_fwd(q, k, v))
 
 
+@pytest.mark.parametrize("gradients", [GQA_DENSE_BWD.op, None], ids=["eager", "packaged"])
+def test_no_query_heads(gradients):
+    q, k, v = inputs(h=0)
+    o, lse = GQA_DENSE_FWD.op(q, k, v)
+    assert o.shape == q.shape and lse.shape == (2, 0, 5)
+    call = GQA_DENSE_BWD.Call(q, k, v, o, q, lse)
+    if gradients is None:
+        found = tuple(torch.full_like(x, INF) for x in (q, k, v))
+        reference.gqa_dense_bwd(found, call)
+    else:
+        found = gradients(*call)
+    for gradient, x in zip(found, (q, k, v), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(x))
+
+
 @pytest.mark.parametrize("h, h_kv", [(1, 1), (3, 1), (7, 7), (71, 1), (22, 2), (13, 1)])
 def test_groups(h, h_kv):
     q, k, v = inputs(h=h, h_kv=h_kv, s_q=9, s_kv=9)

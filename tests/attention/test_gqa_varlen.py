@@ -31,6 +31,23 @@ def close(o, ref, row=FORWARD, what="o"):
 # --------------------------------------------------------------------------------- values
 
 
+@pytest.mark.parametrize("gradients", [GQA_VARLEN_BWD.op, None], ids=["eager", "packaged"])
+@pytest.mark.parametrize("sinks", [None, torch.empty(0)], ids=["", "sinks"])
+def test_no_query_heads(gradients, sinks):
+    q, k, v, *cu = inputs(h=0)
+    o, lse = GQA_VARLEN_FWD.op(q, k, v, *cu, sinks=sinks)
+    assert o.shape == q.shape and lse.shape == (0, 8)
+    names = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), cu, strict=True))
+    call = GQA_VARLEN_BWD.Call(q=q, k=k, v=v, o=o, do=q, lse=lse, sinks=sinks, **names)
+    if gradients is None:
+        found = (*(torch.full_like(x, INF) for x in (q, k, v)), torch.empty(0))
+        reference.gqa_varlen_bwd(found, call)
+    else:
+        found = gradients(*call)
+    for gradient, x in zip(found, (q, k, v, torch.empty(0)), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(x))
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_calls(seed):
     """Every option at random against the float64 oracle."""

@@ -78,8 +78,10 @@ def attend_backward(
     dsinks is float32 (float64 for float64 tensors), empty without sinks.
     """
     heads, dim, heads_kv, value_dim = (int(n) for n in (*q.shape[1:], k.shape[1], v.shape[2]))
-    group = heads // heads_kv
     dtype = compute_dtype(q)
+    if heads == 0:
+        return q, torch.zeros_like(k), torch.zeros_like(v), q.new_empty((0,), dtype=dtype)
+    group = heads // heads_kv
     tile = block_q or tile_limit(group)
     keys_seen = key_block(heads, heads_kv, max(dim, value_dim), tile, 2 * block_k, window.reach)
 
