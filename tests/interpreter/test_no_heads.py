@@ -7,7 +7,7 @@ from ops_registry.attention.gqa_dense import GQA_DENSE_BWD, GQA_DENSE_FWD
 from ops_registry.attention.gqa_paged import GQA_PAGED_FWD
 from ops_registry.attention.gqa_prefill_paged import GQA_PREFILL_PAGED_FWD
 from ops_registry.attention.gqa_varlen import GQA_VARLEN_BWD, GQA_VARLEN_FWD
-from tests.triton_target import TARGET, registered
+from tests.triton_target import TARGET
 
 F16, I32 = torch.float16, torch.int32
 OFFSETS = torch.tensor([0, 3], dtype=I32)
@@ -16,12 +16,6 @@ ROPE = {
     "rope_sin": torch.ones(3, 8, dtype=F16),
     "pos_encoding_mode": "rope",
 }
-
-
-@pytest.fixture(autouse=True)
-def target():
-    with registered():
-        yield
 
 
 @pytest.mark.parametrize("options", [{}, ROPE], ids=["plain", "rope"])
