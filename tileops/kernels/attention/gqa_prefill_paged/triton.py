@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tileops.kernels.common.device import e4m3_store, int64, last_not_after
+from tileops.kernels.common.device import int64, last_not_after
 from tileops.kernels.common.gqa_hooks import score_scale
-from tileops.kernels.common.launch import e4m3_argument, launch, padded, rows
+from tileops.kernels.common.launch import e4m3_argument, launch, native_e4m3, padded, rows
+from tileops.kernels.common.triton_append import append_rows
 from tileops.kernels.common.triton_gqa import WAYS, Keys, Queries, Scores, attend
 from tileops.kernels.common.triton_rope import load_rows
 
@@ -81,6 +82,7 @@ def append_kernel(
     K_ROW: tl.constexpr,
     V_ROW: tl.constexpr,
     E4M3: tl.constexpr,
+    NATIVE: tl.constexpr,
     ROTARY: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -145,15 +147,11 @@ def append_kernel(
         values = load_rows(
             v, token * V_ROW + head * D, live, D, BLOCK_D, v.dtype.element_ty, False, True, True
         )
-        if E4M3:
-            e4m3_store(k_pool + at, tl.math.div_rn(keys.to(tl.float32), k_divisor), stored)
-            e4m3_store(v_pool + at, tl.math.div_rn(values.to(tl.float32), v_divisor), stored)
-            if ROTARY > 0:
-                fresh = (token * HEADS_KV + head)[:, None] * D + column[None, :]
-                tl.store(k_out + fresh, keys, mask=live[:, None] & inside_d)
-        else:
-            tl.store(k_pool + at, keys, mask=stored)
-            tl.store(v_pool + at, values, mask=stored)
+        append_rows(k_pool, at, keys, k_divisor, stored, E4M3, NATIVE)
+        append_rows(v_pool, at, values, v_divisor, stored, E4M3, NATIVE)
+        if E4M3 and ROTARY > 0:
+            fresh = (token * HEADS_KV + head)[:, None] * D + column[None, :]
+            tl.store(k_out + fresh, keys, mask=live[:, None] & inside_d)
 
 
 def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
@@ -196,6 +194,7 @@ def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
         K_ROW=k_row,
         V_ROW=v_row,
         E4M3=e4m3,
+        NATIVE=native_e4m3(q),
         ROTARY=rotary,
         STEP=call.rope_base ** (-2.0 / rotary) if rotary else 0.0,
         BLOCK_T=TOKENS,
