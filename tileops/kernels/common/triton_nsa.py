@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tileops.kernels.common.device import F32_DOT, dot, find_request, softmax_step
+from tileops.kernels.common.launch import padded
 
 WAYS = 32  # requests that a step of the search for a tile's request looks at
 FAR = 2**31 - 1  # no request is longer
@@ -27,7 +28,7 @@ class Columns(NamedTuple):
 
 def columns(dim: int, wide: bool) -> Columns:
     """Columns of a head dim; wide: in parts, since a whole row would be too much at once."""
-    block = max(16, triton.next_power_of_2(dim))
+    block = padded(dim)
     if wide:
         block = min(block, PART)
     return Columns(block, -(-dim // block))
