@@ -43,18 +43,16 @@ def tanh(x):
 
 
 @triton.jit
-def visible(position, key, kv_len, IS_CAUSAL: tl.constexpr, left, right):
-    """2.2 of the semantics, broadcast over positions [M, 1] and keys [1, N].
+def visible(position, key, kv_len, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Which keys a position sees, the arguments broadcast.
 
-    left, right: constexpr ints, -1 is unlimited.
+    LEFT, RIGHT: the window, -1 is unlimited; a causal mask is a right window of 0.
     """
     seen = key < kv_len
-    if IS_CAUSAL:
-        seen = seen & (key <= position)
-    if left >= 0:
-        seen = seen & (key >= position - left)
-    if right >= 0:
-        seen = seen & (key <= position + right)
+    if LEFT >= 0:
+        seen = seen & (key >= position - LEFT)
+    if RIGHT >= 0:
+        seen = seen & (key <= position + RIGHT)
     return seen
 
 
@@ -120,39 +118,45 @@ def e4m3_store(pointer, x, mask):
 
 
 @triton.jit
-def find_request(offsets, count, numerator, unit, at, WAYS: tl.constexpr):
-    """The last request b in [0, count) with offsets[b] * numerator // unit + b <= at; count >= 1.
+def search(
+    offsets,
+    count,
+    numerator,
+    unit,
+    at,
+    PER_REQUEST: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """The last b in [0, count) with offsets[b] * numerator // unit + b * PER_REQUEST <= at.
 
-    With tiles of `unit` rows, `numerator` rows a token, request b of a packed batch may use the
-    tile ids from offsets[b] * numerator // unit + b on: they are enough for its rows and end
-    before those of the next request. Every step looks at WAYS requests at once.
+    count >= 1. Every step looks at WAYS places at once.
     """
     low = tl.full([], 0, tl.int32)
     count = low + count
     while count > 1:
         step = (count + WAYS - 1) // WAYS
-        probe = low + tl.arange(0, WAYS) * step
-        inside = tl.arange(0, WAYS) * step < count
-        first = tl.load(offsets + probe, mask=inside, other=0).to(tl.int64)
-        base = first * numerator // unit + probe
-        taken = tl.sum((inside & (base <= at)).to(tl.int32), 0) - 1
-        taken = tl.maximum(taken, 0)
+        lane = tl.arange(0, WAYS) * step
+        inside = lane < count
+        start = tl.load(offsets + low + lane, mask=inside, other=0).to(tl.int64)
+        base = start * numerator // unit + (low + lane) * PER_REQUEST
+        taken = tl.maximum(tl.sum((inside & (base <= at)).to(tl.int32), 0) - 1, 0)
         low += taken * step
         count = tl.minimum(step, count - taken * step)
     return low
 
 
 @triton.jit
+def find_request(offsets, count, numerator, unit, at, WAYS: tl.constexpr):
+    """The request of tile `at` in a packed batch, of `count` requests.
+
+    With tiles of `unit` rows, `numerator` rows a token, request b may use the tile ids from
+    offsets[b] * numerator // unit + b on: they are enough for its rows and end before those of
+    the next request.
+    """
+    return search(offsets, count, numerator, unit, at, 1, WAYS)
+
+
+@triton.jit
 def last_not_after(offsets, count, at, WAYS: tl.constexpr):
-    """The last index i < count with offsets[i] <= at."""
-    low = tl.full([], 0, tl.int32)
-    count = low + count
-    while count > 1:
-        step = (count + WAYS - 1) // WAYS
-        probe = tl.arange(0, WAYS) * step
-        inside = probe < count
-        start = tl.load(offsets + low + probe, mask=inside, other=0)
-        taken = tl.maximum(tl.sum((inside & (start <= at)).to(tl.int32), 0) - 1, 0)
-        low += taken * step
-        count = tl.minimum(step, count - taken * step)
-    return low
+    """The last index i < count with offsets[i] <= at: the request of token `at`."""
+    return search(offsets, count, 1, 1, at, 0, WAYS)

@@ -121,7 +121,7 @@ def attend_range(
             scores = tanh(scores * scale)
             factor = cap
         if MASKED:
-            seen = visible(positions[:, None], key[None, :], kv_len, False, LEFT, RIGHT)
+            seen = visible(positions[:, None], key[None, :], kv_len, LEFT, RIGHT)
             scores = tl.where(seen, scores, float("-inf"))
         weights, fade, top, total = softmax_step(scores, top, total, factor, MASKED)
         if TILES:

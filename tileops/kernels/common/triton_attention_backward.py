@@ -131,7 +131,7 @@ def visit_rows(
     weights, slope = weights_of(scores, level[None, :], scale, cap, HAS_CAP)
     if EDGE:
         position = (first + lane) // GROUP + shift
-        seen = visible(position[None, :], key[:, None], kv_len, False, LEFT, RIGHT)
+        seen = visible(position[None, :], key[:, None], kv_len, LEFT, RIGHT)
         weights = tl.where(seen, weights, 0.0)
     grads = load_rows(
         do + token * DO_ROW, row_offsets(first, lane, GROUP, DO_ROW, D, BLOCK_M), inside,
@@ -377,7 +377,7 @@ def visit_keys(
     scores = dot(queries, tl.trans(keys), None)
     weights, slope = weights_of(scores, level[:, None], scale, cap, HAS_CAP)
     if EDGE:
-        seen = visible(position[:, None], key[None, :], kv_len, False, LEFT, RIGHT)
+        seen = visible(position[:, None], key[None, :], kv_len, LEFT, RIGHT)
         weights = tl.where(seen, weights, 0.0)
     values = load_rows(
         v + token * V_ROW, lane * V_ROW, key >= 0, D, BLOCK_D, queries.dtype, False, True, False
