@@ -3,7 +3,7 @@
 Eager launches go straight to the compiled kernel: what decides the compilation is the key of a
 cache, so a call pays neither Triton's binder nor its hashing. Traced launches go through
 `wrap_triton`, which puts the kernel itself into the graph. A recorder sees launches instead of a
-device: the compile matrix of the tests and the warm-up read from it what the launchers ask for.
+device: the compile matrix of the tests reads from it what the launchers ask for.
 
 Conventions of kernels, which make the key small and the graphs free of guards:
 
@@ -121,6 +121,11 @@ def rows(x: Tensor) -> tuple[Tensor, int]:
     if stride is not None:
         return x, stride
     return x.contiguous(), x.shape[-1] * x.shape[-2]
+
+
+def or_other(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A metadata argument that may be absent: contiguous, or any other tensor."""
+    return other if tensor is None else tensor.contiguous()
 
 
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}

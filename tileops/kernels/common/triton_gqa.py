@@ -14,6 +14,7 @@ from tileops.kernels.common.launch import (
     launch,
     machine,
     native_e4m3,
+    or_other,
     padded,
     rows,
     smaller,
@@ -74,6 +75,12 @@ class Scores(NamedTuple):
     sin: Tensor | None = None
     rotary: int = 0
     neox: bool = True
+
+
+def window_of(scores: Scores) -> tuple[int, int]:
+    """The left and right window, -1 for none; a causal mask is a right window of 0."""
+    left, right = (x if x < FAR else -1 for x in (scores.left, scores.right))
+    return left, 0 if scores.is_causal else right
 
 
 def tiles_wanted(small: Any, limit: Any) -> list[tuple[str, Any]]:
@@ -180,7 +187,7 @@ def _launch(
     parted = splits * smaller(splits - 1, 1) * tokens * heads
     partial_o = q.new_empty((larger(parted * dim, 16),), dtype=torch.float32)
     partial_lse = q.new_empty((larger(parted, 16),), dtype=torch.float32)
-    right = min(scores.right, FAR) if 0 <= scores.right < FAR else -1
+    left, right = window_of(scores)
     sinks = scores.sinks
     element = k.dtype.itemsize * 2 * dim
     section = larger(L2_BYTES // larger(keys.length * element, 1), 1)
@@ -209,16 +216,16 @@ def _launch(
         q8 if lse is None else lse,
         partial_o,
         partial_lse,
-        _or(queries.offsets, q8),
-        _or(keys.offsets, q8),
-        _or(keys.lengths, q8),
-        _or(keys.table, q8),
-        _or(scores.q_scale, q8),
-        _or(scores.k_scale, q8),
-        _or(scores.v_scale, q8),
-        _or(sinks, q8),
-        _or(scores.cos, q8),
-        _or(scores.sin, q8),
+        or_other(queries.offsets, q8),
+        or_other(keys.offsets, q8),
+        or_other(keys.lengths, q8),
+        or_other(keys.table, q8),
+        or_other(scores.q_scale, q8),
+        or_other(scores.k_scale, q8),
+        or_other(scores.v_scale, q8),
+        or_other(sinks, q8),
+        or_other(scores.cos, q8),
+        or_other(scores.sin, q8),
         k_new if fresh else q8,
         v_new if fresh else q8,
         *tiles_of,
@@ -245,8 +252,8 @@ def _launch(
         V_ROW=v_row,
         K_NEW_ROW=k_new_row,
         V_NEW_ROW=v_new_row,
-        LEFT=scores.left if scores.left < FAR else -1,
-        RIGHT=0 if scores.is_causal else right,
+        LEFT=left,
+        RIGHT=right,
         HAS_CAP=bool(scores.softcap),
         HAS_SINKS=sinks is not None,
         HAS_LSE=lse is not None,
@@ -278,7 +285,7 @@ def _launch(
         partial_lse,
         o,
         partial_o if lse is None else lse,
-        _or(sinks, partial_o),
+        or_other(sinks, partial_o),
         combined,
         queries.length,
         splits,
@@ -292,8 +299,3 @@ def _launch(
         warps=4,
         stages=2,
     )
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A tensor argument that may be absent."""
-    return other if tensor is None else tensor.contiguous()

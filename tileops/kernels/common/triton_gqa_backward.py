@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tileops.kernels.common.launch import larger, launch, machine, padded, rows, smaller
+from tileops.kernels.common.launch import larger, launch, machine, or_other, padded, rows, smaller
 from tileops.kernels.common.machine import Machine, configuration
 from tileops.kernels.common.triton_attention_backward import keys_kernel, queries_kernel
 from tileops.kernels.common.triton_backward_rows import finish_kernel, rows_kernel, sinks_kernel
-from tileops.kernels.common.triton_gqa import FAR, Scores
+from tileops.kernels.common.triton_gqa import Scores, window_of
 from tileops.kernels.common.triton_tiles import places_kernel
 
 ELEMENTS = 8192  # of one program of rows_kernel, where the group is not wider
@@ -145,8 +145,7 @@ def attend_backward(
         dv.zero_()
         return
     group = heads // heads_kv
-    left = scores.left if scores.left < FAR else -1
-    right = 0 if scores.is_causal else scores.right if scores.right < FAR else -1
+    left, right = window_of(scores)
     ramp = left < 0 <= right
     numbers = keys_numbers(machine(q), padded(dim))
     fused = bool(numbers["FUSED"])
@@ -196,7 +195,7 @@ def attend_backward(
         dk_sum,
         dv_sum,
         dq_sum,
-        _or(keys.places, stats),
+        or_other(keys.places, stats),
         scores.scale,
         scores.softcap or 0.0,
         requests.count,
@@ -230,7 +229,7 @@ def attend_backward(
         do,
         stats,
         dq_sum if scores.rotary else dq,
-        _or(tiles.places, stats),
+        or_other(tiles.places, stats),
         scores.scale,
         scores.softcap or 0.0,
         requests.count,
@@ -269,10 +268,10 @@ def _rows(
         o,
         do,
         forward.lse.contiguous(),
-        _or(scores.sinks, o),
+        or_other(scores.sinks, o),
         stats,
         shares,
-        _or(requests.offsets_q, o),
+        or_other(requests.offsets_q, o),
         requests.count,
         tokens,
         requests.length_q,
@@ -333,9 +332,9 @@ def _finish(
         (tiles.total * heads_kv * active, tiles.rows // block),
         total,
         out,
-        _or(scores.cos, total),
-        _or(scores.sin, total),
-        _or(tiles.places, total),
+        or_other(scores.cos, total),
+        or_other(scores.sin, total),
+        or_other(tiles.places, total),
         scores.scale if warps else 1.0,
         requests.count,
         length,
@@ -365,8 +364,3 @@ def _sum(like: Tensor, active: Any, size: Any) -> Tensor:
     if type(active) is int and active == 0:
         return like.new_empty((2,), dtype=torch.float32)
     return like.new_zeros((size,), dtype=torch.float32)
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A tensor argument that may be absent."""
-    return other if tensor is None else tensor.contiguous()
