@@ -13,8 +13,8 @@ from tests.triton_target import kernels, triton_cases
 
 FAST = "sm_90"  # the chip of the fast suite
 # What still spills at the shapes of models, in bytes of stores and loads (registers on AMD): a
-# ratchet, nothing may spill more and the aim is an empty table. `attention_kernel` does it around
-# its loops, where it costs less than its tile gains; `keys_kernel` at D = 256.
+# ratchet, nothing may spill more and the aim is an empty table. What `attention_kernel` spills is
+# outside its loops over whole blocks; `keys_kernel` does it at D = 256.
 SPILLS = {
     "sm_80": {"attention_kernel": 24, "nsa_topk_kernel": 16},
     "sm_89": {"attention_kernel": 16, "nsa_topk_kernel": 16},
