@@ -56,6 +56,7 @@ def load_benchmarks() -> None:
 
 load_benchmarks()
 
+# After `load_benchmarks`, which makes them importable beside a peer of the same name.
 from benchmarks import inputs, peers, timing  # noqa: E402
 from benchmarks.reference import Check, expect  # noqa: E402
 
@@ -153,7 +154,7 @@ class Worker:
             timed, error = self.checked(self.clock.timed(call))
             if not error <= message["tolerance"]:
                 failed = f"error {error:.2g}"
-        except Exception as problem:
+        except Exception as problem:  # a peer may raise anything; timed eagerly then
             if not replaceable or self.lost():
                 raise
             failed = say(problem)
@@ -232,7 +233,7 @@ def answer(worker: Worker, message: Message) -> Message:
         return {"ok": True} | getattr(worker, message["do"])(message)
     except peers.Unserved as problem:
         return {"ok": False, "why": str(problem), "unserved": True}
-    except Exception as problem:
+    except Exception as problem:  # one contestant's, and the run goes on without it
         reply = {"ok": False, "why": say(problem), "fatal": worker.lost()}
     if "contestant" in message and not reply["fatal"]:
         worker.forget(message["contestant"])

@@ -107,7 +107,7 @@ def run(job: Job) -> dict[str, Any]:
         except NoKernelError as error:
             refused = str(error)
             break
-        except Exception as error:
+        except Exception as error:  # a failure of this call, reported with it
             text = "".join(traceback.format_exception_only(error)).strip()
             failures.append({"call": index, "error": text[:500]})
             if fatal(text) or len(failures) == 3:

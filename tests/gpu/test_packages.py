@@ -27,7 +27,7 @@ def packaged(request, tmp_path_factory):
 
 
 @pytest.mark.cpp
-def test_in_cpp(packaged, runner, tmp_path):  # noqa: F811
+def test_in_cpp(packaged, runner, tmp_path):  # noqa: F811  the fixture
     case, package = packaged
     calls = [case.call(size) for size in SIZES]
     results = run_in_cpp(runner, package, map(checks.tensors_of, calls), tmp_path)
