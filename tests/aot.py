@@ -25,9 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import meta_kernels.attention
@@ -220,6 +222,27 @@ def compiled(wanted: Specialization, arch: str) -> Compiled:
         ),
         async_copies=bool(re.search(r"cp\.async|global_load_lds|buffer_load\S* .* lds", text)),
     )
+
+
+def check_constants(wanted: Specialization, arch: str) -> None:
+    """Raise where the kernel cannot take sizes of 1 as constants, as Inductor gives them."""
+    target = CHIPS[arch].target
+    sizes = {name for name, type in wanted.signature if type in ("i32", "i64")}
+    names = wanted.kernel.arg_names
+    types = {name: type for name, type in wanted.signature if name not in sizes}
+    constants = {**dict(wanted.constexprs), **dict.fromkeys(sizes, 1)}
+    source = ASTSource(
+        wanted.kernel,
+        {name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": wanted.warps, "num_stages": wanted.stages})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(options)
+    source.make_ir(target, options, functions, backend.get_module_map(), context)
 
 
 def ptxas(ptx: str, capability: int) -> tuple[int, int]:

@@ -92,6 +92,15 @@ def on_meta(call):
     return type(call)(*(x.to("meta") if torch.is_tensor(x) else x for x in call))
 
 
+@pytest.mark.parametrize("case", triton_cases(), ids=str)
+def test_sizes_of_one(case):
+    """Inductor makes a size of 1 a constant, which has neither dtype nor methods."""
+    for size in (1, 40):  # narrow tiles and wide ones
+        call = on_meta(case.call(size))
+        for wanted in aot.distinct(aot.launches(case.contract.name, call, aot.CHIPS[FAST])):
+            aot.check_constants(wanted, FAST)
+
+
 @every_operator
 def test_only_a_product_needs_a_matrix_instruction(name):
     """On Hopper, a plain prefill call runs on the tensor cores of Hopper."""

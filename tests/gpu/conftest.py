@@ -1,5 +1,7 @@
 """Everything here is marked `gpu`, and skipped where there is none."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,19 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def room():
-    """Memory that a test cached is free for the other workers."""
+    """Memory that a test cached is free for the other workers.
+
+    After an illegal access every call of the process fails: one of several workers ends, so that
+    the blame stays with the test that did it.
+    """
     yield
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            raise
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
+    torch.cuda.empty_cache()

@@ -20,7 +20,7 @@ export OMP_NUM_THREADS=1
 tests() {
     local log=$1
     shift
-    $python -m pytest -q -p no:cacheprovider -n "$workers" --dist loadgroup --durations 10 \
+    $python -m pytest -q -p no:cacheprovider -p no:benchmark -n "$workers" --dist loadgroup --durations 10 \
         --junitxml "$report/$log.xml" "$@"
 }
 

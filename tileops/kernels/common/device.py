@@ -26,6 +26,12 @@ def int64(x):
 
 
 @triton.jit
+def integer(x):
+    """An integer argument as int32, as int64 where it came so: see `int64`."""
+    return tl.full([], 0, tl.int32) + x
+
+
+@triton.jit
 def dot(a, b, acc):
     """acc + a @ b in float32; acc None starts at zero."""
     if F32_DOT:

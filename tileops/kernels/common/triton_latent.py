@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_registry import tracing
-from tileops.kernels.common.device import LOG2E, dot, float32
+from tileops.kernels.common.device import LOG2E, dot, float32, int64, integer
 from tileops.kernels.common.launch import larger, launch, machine, padded, smaller
 from tileops.kernels.common.machine import configuration
 from tileops.kernels.common.triton_rope import load_rows
@@ -164,7 +164,7 @@ def latent_kernel(
     block = tl.program_id(0) % HEAD_BLOCKS
     part_range = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
     first = part_range * range_tiles
-    stop = tl.minimum(first + range_tiles, rows.to(tl.int64) * row_tiles)
+    stop = tl.minimum(first + range_tiles, int64(rows) * row_tiles)
     dtype: tl.constexpr = q.dtype.element_ty
     PARTIAL: tl.constexpr = GROUP % BLOCK_H != 0
     heads = tl.arange(0, BLOCK_H)
@@ -173,10 +173,11 @@ def latent_kernel(
     lane = tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
     to_logits = float32(scale) * LOG2E
+    slots = integer(slots)
 
     for rank in range(first // row_tiles, (stop + row_tiles - 1) // row_tiles):
         # The last rows, which may see most, run first.
-        row = rows.to(tl.int64) - 1 - rank
+        row = int64(rows) - 1 - rank
         token = row // HEADS_KV
         r = row % HEADS_KV
         tile_begin = tl.maximum(first - rank * row_tiles, 0)
@@ -197,7 +198,7 @@ def latent_kernel(
         k_first = k + request * k_batch * K_UNIT + r * K_HEAD
         k_pe_first = k_pe + request * k_pe_batch * K_PE_UNIT + r * K_PE_HEAD
         names = indices + row * slots
-        limit = kv_rows.to(tl.int64)
+        limit = int64(kv_rows)
         if IS_CAUSAL:
             past = (token % queries + limit_phase) // limit_stride
             limit = tl.minimum(limit, past + limit_first)
@@ -283,7 +284,7 @@ def combine_parts_kernel(
     block = tl.program_id(0) // CHUNKS % HEAD_BLOCKS
     part_range = (tl.program_id(0) // (CHUNKS * HEAD_BLOCKS)).to(tl.int64)
     first = part_range * range_tiles
-    stop = tl.minimum(first + range_tiles, rows.to(tl.int64) * row_tiles)
+    stop = tl.minimum(first + range_tiles, int64(rows) * row_tiles)
     rank = stop // row_tiles
     if (rank * row_tiles == stop) | (rank * row_tiles < first):
         return
@@ -311,7 +312,7 @@ def combine_parts_kernel(
         top = new_top
 
     value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    row = rows.to(tl.int64) - 1 - rank
+    row = int64(rows) - 1 - rank
     head = row % HEADS_KV * GROUP + block * BLOCK_H + heads
     o_row = o + row // HEADS_KV * (HEADS_KV * GROUP * D)
     at = o_row + head[:, None] * D + column[None, :]

@@ -63,11 +63,11 @@ def load_rotated_rows(
     cos, sin: tables [P, ROTARY / 2]. Rows where keep [N] is False are 0, no table row is read.
     """
     HALF: tl.constexpr = ROTARY // 2
-    column = tl.arange(0, BLOCK_D)
-    turned = keep[:, None] & (column < ROTARY)[None, :]
     own = load_rows(x, at, keep, D, BLOCK_D, tl.float32, E4M3, NATIVE, True)
+    entry = positions.to(tl.int64)[:, None] * HALF
     if NEOX:
-        frequency = tl.where(column < HALF, column, column - HALF)
+        column = tl.arange(0, BLOCK_D)
+        turned = keep[:, None] & (column < ROTARY)[None, :]
         first = column < HALF
         partner = tl.where(first, column + HALF, column - HALF)
         pointer = x + at[:, None] + partner[None, :]
@@ -75,15 +75,22 @@ def load_rotated_rows(
             other = e4m3_load(pointer, turned, tl.float32, NATIVE)
         else:
             other = tl.load(pointer, mask=turned, other=0.0).to(tl.float32)
+        entry += tl.where(first, column, column - HALF)[None, :]
+        c = tl.load(cos + entry, mask=turned, other=1.0).to(tl.float32)
+        s = tl.load(sin + entry, mask=turned, other=0.0).to(tl.float32)
+        rotated = own * c + tl.where(first[None, :], -other, other) * s
     else:
-        frequency = column // 2
-        first = column % 2 == 0
+        # By pairs: a table that is read twice per frequency gets a layout by columns, which
+        # Triton 3.6 miscompiles as an operand of a dot.
+        pair = tl.arange(0, BLOCK_D // 2)
+        turned = keep[:, None] & (pair < HALF)[None, :]
         a, b = tl.split(tl.reshape(own, [at.shape[0], BLOCK_D // 2, 2]))
-        other = tl.where(turned, tl.reshape(tl.join(b, a), [at.shape[0], BLOCK_D]), 0.0)
-    entry = positions.to(tl.int64)[:, None] * HALF + frequency[None, :]
-    c = tl.load(cos + entry, mask=turned, other=1.0).to(tl.float32)
-    s = tl.load(sin + entry, mask=turned, other=0.0).to(tl.float32)
-    return own * c + tl.where(first[None, :], -other, other) * s
+        c = tl.load(cos + entry + pair[None, :], mask=turned, other=1.0).to(tl.float32)
+        s = tl.load(sin + entry + pair[None, :], mask=turned, other=0.0).to(tl.float32)
+        first = tl.where(turned, a * c - b * s, a)
+        second = tl.where(turned, b * c + a * s, b)
+        rotated = tl.reshape(tl.join(first, second), [at.shape[0], BLOCK_D])
+    return rotated
 
 
 @triton.jit(do_not_specialize=["tokens", "requests", "length", "length_kv"])
