@@ -50,6 +50,7 @@ class Kernel:
     run: `(out, call) -> None`, fills the outputs that `infer` allocated.
     refusal: `(call) -> str | None`, why this kernel declines the call.
     devices: device types it serves; empty means any.
+    remember: runs a call too, and returns how to repeat it (see `repeats.py`), or None.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Kernel:
     refusal: Callable[[Any], str | None] = lambda call: None
     devices: tuple[str, ...] = ()
     lowering: Lowering = Lowering.OPAQUE
+    remember: Callable[[Any, Any], Callable[[list[int]], Any] | None] | None = None
 
     def declines(self, call: Any, packaged: bool) -> str | None:
         device = call[0].device.type
@@ -88,11 +90,12 @@ class _Kind:
     devices: tuple[str, ...]
     lowering: Lowering
     requires: str | None = None
+    remembers: str | None = None  # the module whose `remember(run, out, call)` does it
 
 
 _KINDS = {
     "tilelang": _Kind(("cuda",), Lowering.OPAQUE, "tilelang"),
-    "triton": _Kind(("cuda",), Lowering.INLINE, "triton"),
+    "triton": _Kind(("cuda",), Lowering.INLINE, "triton", "tileops.kernels.common.repeat"),
     "cpu": _Kind(("cpu",), Lowering.OPAQUE),
     "reference": _Kind(("cpu",), Lowering.PACKAGE),
 }
@@ -118,7 +121,18 @@ def builtin_kernel(name: str, module: str, op: str) -> Kernel:
     def refusal(call: Any) -> str | None:
         return missing() or getattr(loaded(), op + "_refusal", _serves_all)(call)
 
-    return Kernel(name, BUILTIN, run, refusal, kind.devices, kind.lowering)
+    def remember(out: Any, call: Any) -> Callable[[list[int]], Any] | None:
+        return importlib.import_module(str(kind.remembers)).remember(run, out, call)
+
+    return Kernel(
+        name,
+        BUILTIN,
+        run,
+        refusal,
+        kind.devices,
+        kind.lowering,
+        remember if kind.remembers else None,
+    )
 
 
 def _serves_all(call: Any) -> str | None:

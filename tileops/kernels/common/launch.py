@@ -128,6 +128,28 @@ def or_other(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor.contiguous()
 
 
+class Made(NamedTuple):
+    """One eager launch as it was made: the compiled kernel, its grid and all it was given."""
+
+    compiled: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+
+
+_made: list[Made] | None = None
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[Made]]:
+    """Note the eager launches that are made meanwhile (see `repeat.py`)."""
+    global _made
+    before, _made = _made, []
+    try:
+        yield _made
+    finally:
+        _made = before
+
+
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -204,3 +226,5 @@ def _run(
     else:
         compiled, rest = found
         compiled[grid](*args, *rest)
+    if _made is not None:
+        _made.append(Made(compiled, grid, (*args, *rest)))
