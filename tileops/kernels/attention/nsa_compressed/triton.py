@@ -1,4 +1,4 @@
-"""Compressed attention on the device: a tile of tokens walks the closed chunks of its request."""
+"""Compressed attention on the device: a tile of tokens walks the closed chunks of its requests."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tileops.kernels.common.device import LN2, LOG2E, float32
+from tileops.kernels.common.device import LN2, LOG2E, float32, int64, last_not_after
 from tileops.kernels.common.launch import launch, machine, rows
 from tileops.kernels.common.machine import configuration
 from tileops.kernels.common.triton_nsa import (
@@ -17,7 +17,6 @@ from tileops.kernels.common.triton_nsa import (
     load_queries,
     shape_class,
     store_rows,
-    token_tile,
 )
 
 
@@ -56,60 +55,58 @@ def nsa_compressed_kernel(
     """
     TOKENS: tl.constexpr = BLOCK_M // MEMBERS
     SHARE: tl.constexpr = HEADS_KV * HEAD_PARTS * V_PARTS
-    # The programs of a tile run side by side, they read neighbouring memory; the last tiles of a
-    # request, which have most chunks, run first.
+    # The programs of a tile run side by side, they read neighbouring memory; the last tiles, of
+    # which more have many chunks, run first.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SHARE
     share = tl.program_id(0) % SHARE
     v_start = share % V_PARTS * BLOCK_V
     part = share // V_PARTS % HEAD_PARTS
     r = share // (V_PARTS * HEAD_PARTS)
-    n, first, begin, length = token_tile(offsets, requests, tokens, tile, TOKENS, WAYS)
-    # Through loads that load nothing, so that torch does not take the offsets for written: see
-    # `attention_kernel`.
-    begin = tl.load(offsets, mask=tile < 0, other=begin)
-    memory = offsets.to(tl.pointer_type(tl.int64), bitcast=True)
-    first = tl.load(memory, mask=tile < 0, other=first)
-    if begin >= length:
-        return
-
+    first = tile.to(tl.int64) * TOKENS
     row = tl.arange(0, BLOCK_M)
-    position = begin + row // MEMBERS
+    token = first + row // MEMBERS
     member = part * MEMBERS + row % MEMBERS
-    live = (row < TOKENS * MEMBERS) & (position < length) & (member < GROUP)
-    token = first + position
+    live = (row < TOKENS * MEMBERS) & (token < tokens) & (member < GROUP)
     head = r * GROUP + member
     q_row = q + token * Q_ROW + head * D
+    # Requested before the search for the tile's requests, mostly one, which takes about as long.
     queries = load_queries(q_row, live, 0, 1.0, D, BLOCK_D, False)
-
-    # Closed chunks: of each row, of the first row, of the last one. Padding has none.
-    real = n < requests
-    closed = tl.where(real & live, (position + 1) // SIZE, 0)
-    every = tl.where(real, (begin + 1) // SIZE, 0)
-    most = tl.where(real, tl.minimum(begin + TOKENS, length) // SIZE, 0)
-    chunk_first = tl.load(chunk_offsets + n, mask=real, other=0).to(tl.int64)
-    k_first = k + chunk_first * K_ROW + r * D
-    v_first = v + chunk_first * V_ROW + r * DV
+    last = tl.minimum(first + TOKENS, int64(tokens)) - 1
+    low = last_not_after(offsets, requests + 1, first, WAYS)
+    high = last_not_after(offsets, requests + 1, last, WAYS)
     logits = float32(scale) * LOG2E
 
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    plain = every // BLOCK_N * BLOCK_N
-    for start in range(0, plain, BLOCK_N):
-        chunk = start + tl.arange(0, BLOCK_N)
-        at = chunk.to(tl.int64)
-        acc, top, total = attend_block(
-            acc, top, total, queries, q_row, live, k_first + at * K_ROW, v_first + at * V_ROW,
-            chunk < most, True, logits, v_start, D, DV, BLOCK_D, BLOCK_V, False, False,
-        )  # fmt: skip
-    for start in range(plain, most, BLOCK_N):
-        chunk = start + tl.arange(0, BLOCK_N)
-        at = chunk.to(tl.int64)
-        acc, top, total = attend_block(
-            acc, top, total, queries, q_row, live, k_first + at * K_ROW, v_first + at * V_ROW,
-            chunk < most, chunk[None, :] < closed[:, None], logits, v_start, D, DV, BLOCK_D,
-            BLOCK_V, True, True,
-        )  # fmt: skip
+    # Tokens behind the last request are padding and have no chunks.
+    for n in range(low, tl.minimum(high, requests - 1) + 1):
+        begin = tl.load(offsets + n).to(tl.int64)
+        end = tl.load(offsets + n + 1).to(tl.int64)
+        chunk_first = tl.load(chunk_offsets + n).to(tl.int64)
+        k_first = k + chunk_first * K_ROW + r * D
+        v_first = v + chunk_first * V_ROW + r * DV
+        # Closed chunks: of each row, of the last one, and those that every row sees.
+        position = (token - begin).to(tl.int32)
+        closed = tl.where((token >= begin) & (token < end), (position + 1) // SIZE, 0)
+        most = (tl.minimum(last + 1, end) - begin).to(tl.int32) // SIZE
+        plain = tl.where(low == high, (first - begin).to(tl.int32) + 1, 0) // SIZE
+        plain = plain // BLOCK_N * BLOCK_N
+        for start in range(0, plain, BLOCK_N):
+            chunk = start + tl.arange(0, BLOCK_N)
+            at = chunk.to(tl.int64)
+            acc, top, total = attend_block(
+                acc, top, total, queries, q_row, live, k_first + at * K_ROW, v_first + at * V_ROW,
+                chunk < most, True, logits, v_start, D, DV, BLOCK_D, BLOCK_V, False, False,
+            )  # fmt: skip
+        for start in range(plain, most, BLOCK_N):
+            chunk = start + tl.arange(0, BLOCK_N)
+            at = chunk.to(tl.int64)
+            acc, top, total = attend_block(
+                acc, top, total, queries, q_row, live, k_first + at * K_ROW, v_first + at * V_ROW,
+                chunk < most, chunk[None, :] < closed[:, None], logits, v_start, D, DV, BLOCK_D,
+                BLOCK_V, True, True,
+            )  # fmt: skip
 
     # Without a closed chunk acc and total are zeros and top is -inf.
     total = tl.where(total == 0.0, 1.0, total)
@@ -135,7 +132,8 @@ def nsa_compressed_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
     members = min(group, numbers["BLOCK_M"])
     head_parts = -(-group // members)
     requests = call.offsets.shape[0] - 1
-    tiles = tokens // (numbers["BLOCK_M"] // members) + requests + 1
+    of_tile = numbers["BLOCK_M"] // members
+    tiles = (tokens + of_tile - 1) // of_tile
     launch(
         nsa_compressed_kernel,
         (tiles * heads_kv * head_parts * values.parts,),
