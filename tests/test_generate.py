@@ -18,9 +18,9 @@ for package in ("numpy", "gguf", "tokenizers", "tqdm"):
     pytest.importorskip(package, reason=PACKAGES)
 
 from export_examples import generate as cli  # noqa: E402
-from export_examples.smollm2 import engine, native, weights  # noqa: E402
+from export_examples.smollm2 import devices, engine, native, weights  # noqa: E402
 from export_examples.smollm2.engine import PAGE_SIZE, Request  # noqa: E402
-from export_examples.smollm2.errors import ModelFileError  # noqa: E402
+from export_examples.smollm2.errors import DeviceError, ModelFileError  # noqa: E402
 from export_examples.smollm2.model import Llama  # noqa: E402
 from export_examples.smollm2.modes import MODES, EagerSteps, run_mode  # noqa: E402
 from export_examples.smollm2.pages import PageAllocator  # noqa: E402
@@ -393,6 +393,8 @@ def test_texts_are_written_in_the_order_of_the_prompts(capsys):
         ([], "--prompt"),
         (["--prompt", "a", "--mode", "fast"], "invalid choice: 'fast'"),
         (["--prompt", "a", "--max-new-tokens", "0"], "'0' is not a positive integer"),
+        (["--prompt", "a", "--device", "gpu"], "'gpu' is not cpu, cuda or cuda:N"),
+        (["--prompt", "a", "--device", "cuda:x"], "'cuda:x' is not cpu, cuda or cuda:N"),
     ],
 )
 def test_wrong_command_lines(arguments, message, capsys):
@@ -402,7 +404,54 @@ def test_wrong_command_lines(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("built", "usable", "name", "message"),
+    [
+        (False, False, "cuda", "--device cuda needs a GPU.* is a build without GPU support"),
+        (True, False, "cuda:1", "--device cuda:1 needs a GPU.* finds no GPU it can use"),
+        (True, True, "cuda:2", "--device cuda:2 does not exist.* there are 2 here"),
+    ],
+)
+def test_a_missing_gpu_is_one_sentence(built, usable, name, message, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit, match=message):
+        cli.main(["--prompt", "a", "--device", name])
+
+
+def test_packages_of_another_device_or_gpu_are_not_taken(monkeypatch):
+    chips = {"cuda:0": (9, 0), "cuda:1": (9, 0), "cuda:2": (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chips[str(device)])
+    cpu, *gpus = (devices.describe_target(torch.device(name)) for name in ("cpu", *chips))
+    assert gpus[0] == gpus[1]
+    assert len({cpu, *gpus}) == 3
+
+
+def test_packages_for_a_gpu_need_its_toolkit(monkeypatch, tmp_path):
+    from torch.utils import cpp_extension
+
+    from export_examples.smollm2 import packages
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(Llama, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(DeviceError, match="CUDA toolkit, which was not found"):
+        packages.build_packages(tiny_model())
+
+
+def test_the_model_file_may_be_named_by_the_environment(monkeypatch, tmp_path):
+    file, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
+    file.touch()
+    other.touch()
+    monkeypatch.setenv(weights.VARIABLE, str(file))
+    assert weights.find_gguf() == file
+    assert weights.find_gguf(str(other)) == other
+
+
 def test_a_missing_model_is_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.delenv(weights.VARIABLE, raising=False)
     with pytest.raises(SystemExit, match=r"There is no GGUF file at .*none\.gguf\.$"):
         cli.main(["--prompt", "a", "--gguf", str(tmp_path / "none.gguf")])
     (tmp_path / "bad.gguf").write_bytes(b"no model" * 8)
@@ -439,8 +488,16 @@ def needs_model() -> Path:
 
 
 def mode_cases():
-    """Modes, with the mark of C++ where it belongs."""
-    return [pytest.param(m, marks=[pytest.mark.cpp] * (m == "cpp")) for m in MODES]
+    """Modes, with the mark of C++ where it belongs; those that share packages run together."""
+    groups = {"aoti": "packages", "cpp": "packages"}
+    return [
+        pytest.param(
+            mode,
+            marks=[pytest.mark.xdist_group(groups.get(mode, mode))]
+            + [pytest.mark.cpp] * (mode == "cpp"),
+        )
+        for mode in MODES
+    ]
 
 
 def skip_without_cmake(mode: str) -> None:
@@ -503,18 +560,15 @@ def test_ids_equal_those_of_transformers(checkpoint, transformers):
     assert ours.encode("a  1") == [vocab["a"], vocab["ĠĠ"], vocab["1"]]
 
 
-@SLOW
-@pytest.mark.model
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("mode", mode_cases())
-def test_picks_agree_with_transformers(mode, checkpoint, reference, capsys):
+def check_picks(mode, device, checkpoint, reference, capsys):
     """Teacher-forced: every pick is within 0.25 of the best logit, 95 % are the best."""
     from export_examples.smollm2.model import build_model
 
     skip_without_cmake(mode)
+    model = build_model(checkpoint, devices.open_device(device))
     requests = [Request(ids, STEPS, forced=forced) for ids, forced, _ in reference]
     picked: list[list[int]] = [[] for _ in requests]
-    for step in run_mode(mode, build_model(checkpoint), requests, ()):
+    for step in run_mode(mode, model, requests, ()):
         for pick in step.picks:
             picked[pick.request].append(pick.token)
     gaps = torch.cat(
@@ -525,7 +579,10 @@ def test_picks_agree_with_transformers(mode, checkpoint, reference, capsys):
     )
     best = (gaps == 0).sum().item()
     with capsys.disabled():
-        print(f"\n{mode}: {best} of {len(gaps)} picks are the argmax, worst gap {gaps.max():.4f}")
+        print(
+            f"\n{mode} on {device}: {best} of {len(gaps)} picks are the argmax, "
+            f"worst gap {gaps.max():.4f}"
+        )
     assert len(gaps) == len(PROMPTS) * STEPS
     assert gaps.max() <= 0.25
     assert best >= 0.95 * len(gaps)
@@ -533,12 +590,18 @@ def test_picks_agree_with_transformers(mode, checkpoint, reference, capsys):
 
 @SLOW
 @pytest.mark.model
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("mode", mode_cases())
-def test_the_command_line_answers_paris(mode):
+def test_picks_agree_with_transformers(mode, checkpoint, reference, capsys):
+    check_picks(mode, "cpu", checkpoint, reference, capsys)
+
+
+def check_paris(mode, device):
     """Only the text goes to standard output; two prompts of different lengths at once."""
     needs_model()
     skip_without_cmake(mode)
     command = [sys.executable, "-m", "export_examples.generate", "--mode", mode]
+    command += ["--device", device]
     for prompt in ("The capital of France is", "1, 2, 3, 4, 5, 6,"):
         command += ["--prompt", prompt]
     done = subprocess.run(
@@ -552,6 +615,13 @@ def test_the_command_line_answers_paris(mode):
     assert done.stdout.startswith(" Paris.\n")
     assert done.stdout.endswith("\n 7, 8,\n")
     assert "tokens/s" in done.stderr
+
+
+@SLOW
+@pytest.mark.model
+@pytest.mark.parametrize("mode", mode_cases())
+def test_the_command_line_answers_paris(mode):
+    check_paris(mode, "cpu")
 
 
 @pytest.mark.model
@@ -578,3 +648,9 @@ def test_the_program_says_what_is_wrong(tmp_path):
     done = subprocess.run(missing, input="", capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == f"There is no package at {tmp_path / 'p.pt2'}.\n"
+    done = subprocess.run([*missing, "tpu"], input="", capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "tpu" in done.stderr
+    done = subprocess.run([*missing, "cuda:99"], input="", capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("There is no device cuda:99 here")

@@ -74,8 +74,8 @@ def runner(tmp_path_factory):
     if not (shutil.which("cmake") and shutil.which("c++")):
         pytest.skip("needs cmake and a C++ compiler")
     build = tmp_path_factory.mktemp("build")
-    torch_at = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    run(["cmake", "-S", str(CPP), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release", torch_at])
+    torch_at = f"-DTORCH_PACKAGE={torch.__path__[0]}"
+    run(["cmake", "-S", str(CPP), "-B", str(build), torch_at])
     run(["cmake", "--build", str(build)])
     return build / "run_package"
 

@@ -1,9 +1,10 @@
 // Greedy generation with the two exported steps of SmolLM2, without Python.
 //
-//   generate PREFILL.pt2 DECODE.pt2 WEIGHTS PAGES < requests > tokens
+//   generate PREFILL.pt2 DECODE.pt2 WEIGHTS PAGES [DEVICE] < requests > tokens
 //
 // The program owns the page pool, the page allocator, the loop and the stop rule; it is the twin
-// of smollm2/engine.py. Token ids come in and go out, text is the caller's business.
+// of smollm2/engine.py. Token ids come in and go out, text is the caller's business. DEVICE is cpu
+// (where there is none), cuda or cuda:N; the packages must have been compiled for such a one.
 //
 // WEIGHTS is a folder: weights.bin holds float32 values, weights.txt one line per tensor,
 //   NAME OFFSET RANK EXTENT...                      (the offset counts values, not bytes)
@@ -16,6 +17,7 @@
 //   decode 0:30! 1:31                               (! marks a request's last token)
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
@@ -169,7 +171,25 @@ Job read_job(std::istream& in, int64_t context) {
   return job;
 }
 
-// The network's parameters, views into one memory-mapped file.
+// The device called cpu, cuda or cuda:N.
+at::Device open_device(const std::string& name) {
+  at::Device device(name);
+  if (device.is_cpu()) {
+    return device;
+  }
+  if (!device.is_cuda() || !at::hasCUDA()) {
+    throw std::runtime_error("There is no device " + name + " here.");
+  }
+  const at::DeviceIndex index = device.has_index() ? device.index() : 0;
+  if (index >= static_cast<int64_t>(at::getNumGPUs())) {
+    throw std::runtime_error(
+        "There is no device " + name + " here, the number of GPUs is " +
+        std::to_string(at::getNumGPUs()) + ".");
+  }
+  return at::Device(at::kCUDA, index);
+}
+
+// The network's parameters: views into one memory-mapped file, or into its copy on a GPU.
 struct Weights {
   at::Tensor embedding;
   at::Tensor norm;
@@ -177,7 +197,7 @@ struct Weights {
   std::vector<Tensors> layers;
 };
 
-Weights map_weights(const std::string& folder, int64_t layers) {
+Weights map_weights(const std::string& folder, int64_t layers, at::Device device) {
   std::ifstream index(folder + "/weights.txt");
   if (!index) {
     throw std::runtime_error("There is no weights.txt in " + folder + ".");
@@ -206,7 +226,8 @@ Weights map_weights(const std::string& folder, int64_t layers) {
     total = std::max(total, entry.offset + entry.count);
     entries.push_back(std::move(entry));
   }
-  const auto values = at::from_file(folder + "/weights.bin", /*shared=*/false, total, at::kFloat);
+  const auto values =
+      at::from_file(folder + "/weights.bin", /*shared=*/false, total, at::kFloat).to(device);
   const std::string block = "blk.";
   Weights weights;
   weights.layers.resize(layers);
@@ -230,18 +251,27 @@ Weights map_weights(const std::string& folder, int64_t layers) {
   return weights;
 }
 
-Geometry read_geometry(const std::string& package) {
+Geometry read_geometry(const std::string& package, at::Device device) {
   if (!std::ifstream(package)) {
     throw std::runtime_error("There is no package at " + package + ".");
   }
   const auto metadata = Loader::load_metadata_from_package(package, "layer");
-  const auto figure = [&](const char* name) {
+  const auto entry = [&](const char* name) {
     const auto found = metadata.find(name);
     if (found == metadata.end()) {
       throw std::runtime_error(package + " does not say its " + name + ".");
     }
-    return static_cast<int64_t>(std::stoll(found->second));
+    return found->second;
   };
+  const auto figure = [&](const char* name) {
+    return static_cast<int64_t>(std::stoll(entry(name)));
+  };
+  const std::string made_for = entry("AOTI_DEVICE_KEY");
+  const std::string wanted = at::DeviceTypeName(device.type(), /*lower_case=*/true);
+  if (made_for != wanted) {
+    throw std::runtime_error(
+        package + " was compiled for " + made_for + " and cannot run on " + wanted + ".");
+  }
   return {
       figure("layers"),
       figure("heads_kv"),
@@ -259,7 +289,8 @@ struct Pools {
 // One step: the layer program once per layer, then the head program.
 class Step {
  public:
-  explicit Step(const std::string& package) : layer_(package, "layer"), head_(package, "head") {}
+  Step(const std::string& package, at::Device device)
+      : layer_(load(package, "layer", device)), head_(load(package, "head", device)) {}
 
   at::Tensor run(
       const Weights& weights,
@@ -284,22 +315,33 @@ class Step {
   }
 
  private:
+  static Loader load(const std::string& package, const char* program, at::Device device) {
+    return Loader(
+        package, program, /*run_single_threaded=*/false, /*num_runners=*/1, device.index());
+  }
+
   Loader layer_;
   Loader head_;
 };
 
 class Model {
  public:
-  Model(const std::string& prefill, const std::string& decode, const std::string& weights)
-      : geometry(read_geometry(prefill)),
-        prefill_(prefill),
-        decode_(decode),
-        weights_(map_weights(weights, geometry.layers)) {}
+  Model(
+      const std::string& prefill,
+      const std::string& decode,
+      const std::string& weights,
+      at::Device device)
+      : geometry(read_geometry(prefill, device)),
+        device(device),
+        prefill_(prefill, device),
+        decode_(decode, device),
+        weights_(map_weights(weights, geometry.layers, device)) {}
 
   void allocate_pools(int64_t pages) {
     const auto& g = geometry;
     const auto fresh = [&] {
-      return at::zeros({pages, g.page_size, g.heads_kv, g.head_dim}, at::kBFloat16);
+      return at::zeros(
+          {pages, g.page_size, g.heads_kv, g.head_dim}, at::device(device).dtype(at::kBFloat16));
     };
     for (int64_t layer = 0; layer < g.layers; ++layer) {
       paged_.k.push_back(fresh());
@@ -324,6 +366,7 @@ class Model {
   }
 
   const Geometry geometry;
+  const at::Device device;
 
  private:
   Step prefill_;
@@ -332,10 +375,6 @@ class Model {
   Pools paged_;
   Pools flat_; // the same memory
 };
-
-at::Tensor tensor_of(const Ids& values, at::ScalarType dtype) {
-  return at::tensor(values, at::kLong).to(dtype);
-}
 
 // Feed the pending tokens of every request of the batch and return the ids picked.
 Ids run_step(Model& model, std::vector<Active*>& batch, int64_t width, bool prefill) {
@@ -347,6 +386,9 @@ Ids run_step(Model& model, std::vector<Active*>& batch, int64_t width, bool pref
     table.insert(table.end(), active->pages.begin(), active->pages.end());
     table.resize(lengths.size() * width, -1);
   }
+  const auto tensor_of = [&](const Ids& values, at::ScalarType dtype) {
+    return at::tensor(values, at::kLong).to(model.device, dtype);
+  };
   const auto rows = static_cast<int64_t>(batch.size());
   const auto block_table = tensor_of(table, at::kInt).view({rows, width});
   const auto cache_seqlens = tensor_of(lengths, at::kInt);
@@ -354,7 +396,7 @@ Ids run_step(Model& model, std::vector<Active*>& batch, int64_t width, bool pref
       ? model.prefill(
             tensor_of(tokens, at::kLong), tensor_of(offsets, at::kInt), cache_seqlens, block_table)
       : model.decode(tensor_of(tokens, at::kLong), cache_seqlens, block_table);
-  const auto picks = logits.argmax(1).contiguous();
+  const auto picks = logits.argmax(1).to(at::kCPU).contiguous(); // the step's only read
   const auto* first = picks.const_data_ptr<int64_t>();
   return Ids(first, first + rows);
 }
@@ -414,15 +456,19 @@ void generate(Model& model, const Job& job, int64_t pages) {
 } // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 5) {
-    std::cerr << "usage: generate PREFILL.pt2 DECODE.pt2 WEIGHTS PAGES < requests\n";
+  if (argc != 5 && argc != 6) {
+    std::cerr << "usage: generate PREFILL.pt2 DECODE.pt2 WEIGHTS PAGES [DEVICE] < requests\n";
     return 2;
   }
   try {
     // Packages check their inputs only when asked to.
     setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", /*overwrite=*/0);
     c10::InferenceMode mode;
-    Model model(argv[1], argv[2], argv[3]);
+    const at::Device device = open_device(argc == 6 ? argv[5] : "cpu");
+    const c10::DeviceGuard on(device);
+    // Activations are float32 throughout; some environments let GPUs round them to TF32.
+    at::globalContext().setFloat32MatmulPrecision("highest");
+    Model model(argv[1], argv[2], argv[3], device);
     const Job job = read_job(std::cin, model.geometry.context);
     std::cout << "ready" << std::endl;
     generate(model, job, std::stoll(argv[4]));

