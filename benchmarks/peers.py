@@ -8,9 +8,10 @@ of the two `tileops` in its path.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -85,6 +86,16 @@ def ours(op: str, shape: Shape, options: Shape, t: Tensors) -> Call:
     module = our_op(op, options)
     arguments = our_arguments(module, t)
     return lambda: module(*arguments)
+
+
+@contextlib.contextmanager
+def overriding(numbers: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """Our kernels take these numbers of configurations instead of those in the files."""
+    with contextlib.ExitStack() as stack:
+        for name, found in numbers.items():
+            machine: Any = importlib.import_module("tileops.kernels.common.machine")
+            stack.enter_context(machine.overriding(name, found))
+        yield
 
 
 def serving(op: str, options: Shape, t: Tensors) -> str:

@@ -17,6 +17,8 @@ nothing here imports `tileops` before a contestant's builder does.
     {"do": "drop"}                                        forget the row
     {"do": "quit"}
 
+Ours takes "numbers" too, {configuration: {key: value}}, instead of those in the files.
+
 A reply has "ok". If it is false, "why" says why, "unserved" marks a row the contestant has
 nothing for, and after "fatal" the process has ended: the device refuses it further work.
 """
@@ -116,9 +118,10 @@ class Worker:
         """The contestant's call, under inference mode as a server would run it."""
         build = peers.CONTESTANTS[message["contestant"]]
         raw = build(*self.of(message), self.tensors)
+        numbers = message.get("numbers", {})
 
         def call() -> Any:
-            with torch.inference_mode():
+            with torch.inference_mode(), peers.overriding(numbers):
                 return raw()
 
         return call
