@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_registry import tracing
+from tileops.kernels.common.gqa_hooks import score_scale
 from tileops.kernels.common.launch import (
     e4m3_argument,
     larger,
@@ -75,6 +76,46 @@ class Scores(NamedTuple):
     sin: Tensor | None = None
     rotary: int = 0
     neox: bool = True
+
+
+def scores_of(call: Any, tables: bool = False) -> Scores:
+    """The options of a call with windows, softcap and caller-given rotary tables.
+
+    tables: the kernel rotates, and needs them; else what it is given is rotated already.
+    """
+    rotates = tables and call.pos_encoding_mode == "rope"
+    return Scores(
+        score_scale(call),
+        call.is_causal,
+        call.window_size_left,
+        call.window_size_right,
+        call.softcap,
+        **{name: getattr(call, name, None) for name in ("q_scale", "k_scale", "v_scale", "sinks")},
+        cos=call.rope_cos if rotates else None,
+        sin=call.rope_sin if rotates else None,
+        rotary=(call.rotary_dim or call.q.shape[-1]) if rotates else 0,
+        neox=call.rope_layout == "neox",
+    )
+
+
+def scores_of(call: Any, tables: bool = False) -> Scores:
+    """The options of a call with windows, softcap and caller-given rotary tables.
+
+    tables: the kernel rotates, and needs them; else what it is given is rotated already.
+    """
+    rotates = tables and call.pos_encoding_mode == "rope"
+    return Scores(
+        score_scale(call),
+        call.is_causal,
+        call.window_size_left,
+        call.window_size_right,
+        call.softcap,
+        **{name: getattr(call, name, None) for name in ("q_scale", "k_scale", "v_scale", "sinks")},
+        cos=call.rope_cos if rotates else None,
+        sin=call.rope_sin if rotates else None,
+        rotary=(call.rotary_dim or call.q.shape[-1]) if rotates else 0,
+        neox=call.rope_layout == "neox",
+    )
 
 
 def window_of(scores: Scores) -> tuple[int, int]:

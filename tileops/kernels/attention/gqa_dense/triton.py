@@ -5,8 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from tileops.kernels.attention.gqa_dense.triton_backward import gqa_dense_bwd
-from tileops.kernels.common.gqa_hooks import score_scale
-from tileops.kernels.common.triton_gqa import Keys, Queries, Scores, attend
+from tileops.kernels.common.triton_gqa import Keys, Queries, attend, scores_of
 from tileops.kernels.common.triton_rope import rotated
 
 __all__ = ["gqa_dense_bwd", "gqa_dense_fwd"]
@@ -23,14 +22,5 @@ def gqa_dense_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
         lse,
         Queries(q.flatten(0, 1), q.shape[0], q.shape[1]),
         Keys(k.flatten(0, 1), call.v.flatten(0, 1), k.shape[1]),
-        Scores(
-            score_scale(call),
-            call.is_causal,
-            call.window_size_left,
-            call.window_size_right,
-            call.softcap,
-            call.q_scale,
-            call.k_scale,
-            call.v_scale,
-        ),
+        scores_of(call),
     )

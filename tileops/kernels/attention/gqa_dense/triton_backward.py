@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tileops.kernels.common.gqa_hooks import score_scale
-from tileops.kernels.common.triton_gqa import Scores
+from tileops.kernels.common.triton_gqa import scores_of
 from tileops.kernels.common.triton_gqa_backward import Forward, Requests, attend_backward
 from tileops.kernels.common.triton_rope import rotated
 
@@ -13,8 +12,7 @@ from tileops.kernels.common.triton_rope import rotated
 def gqa_dense_bwd(out: tuple[Tensor, Tensor, Tensor], call: Any) -> None:
     """Fill dq [B, S_q, H, D], dk and dv [B, S_kv, H_kv, D]."""
     q, k = call.q, call.k
-    rope = call.pos_encoding_mode == "rope"
-    if rope:
+    if call.pos_encoding_mode == "rope":
         q, k = rotated(q, call, None, None), rotated(k, call, None, None)
     dq, dk, dv = out
     attend_backward(
@@ -29,15 +27,5 @@ def gqa_dense_bwd(out: tuple[Tensor, Tensor, Tensor], call: Any) -> None:
             call.lse,
         ),
         Requests(q.shape[0], q.shape[1], k.shape[1]),
-        Scores(
-            score_scale(call),
-            call.is_causal,
-            call.window_size_left,
-            call.window_size_right,
-            call.softcap,
-            cos=call.rope_cos,
-            sin=call.rope_sin,
-            rotary=(call.rotary_dim or q.shape[-1]) if rope else 0,
-            neox=call.rope_layout == "neox",
-        ),
+        scores_of(call, tables=True),
     )

@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tileops.kernels.common.gqa_hooks import score_scale
-from tileops.kernels.common.triton_gqa import Keys, Queries, Scores, attend
+from tileops.kernels.common.triton_gqa import Keys, Queries, attend, scores_of
 from tileops.kernels.common.triton_rope import rotated
 
 
@@ -13,9 +12,8 @@ def gqa_paged_fwd(out: Tensor, call: Any) -> None:
     """Fill o [T_q, H, D]."""
     page = call.k_pages.shape[1]
     table = call.page_table
-    rope = call.pos_encoding_mode == "rope"
     q, offsets, lengths = call.q, call.cu_seqlens_q.contiguous(), call.cache_seqlens.contiguous()
-    if rope:
+    if call.pos_encoding_mode == "rope":
         q = rotated(q, call, offsets, None, lengths)
     attend(
         out,
@@ -29,19 +27,5 @@ def gqa_paged_fwd(out: Tensor, call: Any) -> None:
             table=table,
             lengths=lengths,
         ),
-        Scores(
-            score_scale(call),
-            call.is_causal,
-            call.window_size_left,
-            call.window_size_right,
-            call.softcap,
-            call.q_scale,
-            call.k_scale,
-            call.v_scale,
-            call.sinks,
-            call.rope_cos,
-            call.rope_sin,
-            (call.rotary_dim or call.q.shape[-1]) if rope else 0,
-            call.rope_layout == "neox",
-        ),
+        scores_of(call, tables=True),
     )

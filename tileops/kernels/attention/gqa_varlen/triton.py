@@ -5,8 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from tileops.kernels.attention.gqa_varlen.triton_backward import gqa_varlen_bwd
-from tileops.kernels.common.gqa_hooks import score_scale
-from tileops.kernels.common.triton_gqa import Keys, Queries, Scores, attend
+from tileops.kernels.common.triton_gqa import Keys, Queries, attend, scores_of
 from tileops.kernels.common.triton_rope import rotated
 
 __all__ = ["gqa_varlen_bwd", "gqa_varlen_fwd"]
@@ -24,15 +23,5 @@ def gqa_varlen_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
         lse,
         Queries(q, offsets_q.shape[0] - 1, 0, offsets_q),
         Keys(k, call.v, k.shape[0], offsets_kv),
-        Scores(
-            score_scale(call),
-            call.is_causal,
-            call.window_size_left,
-            call.window_size_right,
-            call.softcap,
-            call.q_scale,
-            call.k_scale,
-            call.v_scale,
-            call.sinks,
-        ),
+        scores_of(call),
     )

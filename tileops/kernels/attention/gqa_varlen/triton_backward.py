@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tileops.kernels.common.gqa_hooks import score_scale
-from tileops.kernels.common.triton_gqa import Scores
+from tileops.kernels.common.triton_gqa import scores_of
 from tileops.kernels.common.triton_gqa_backward import Forward, Requests, attend_backward
 from tileops.kernels.common.triton_rope import rotated
 
@@ -14,8 +13,7 @@ def gqa_varlen_bwd(out: tuple[Tensor, Tensor, Tensor, Tensor], call: Any) -> Non
     """Fill dq [T_q, H, D], dk and dv [T_kv, H_kv, D], dsinks [H] or empty."""
     q, k = call.q, call.k
     offsets_q, offsets_kv = call.cu_seqlens_q.contiguous(), call.cu_seqlens_kv.contiguous()
-    rope = call.pos_encoding_mode == "rope"
-    if rope:
+    if call.pos_encoding_mode == "rope":
         q, k = rotated(q, call, offsets_q, offsets_kv), rotated(k, call, offsets_kv, offsets_kv)
     dq, dk, dv, dsinks = out
     attend_backward(
@@ -23,16 +21,5 @@ def gqa_varlen_bwd(out: tuple[Tensor, Tensor, Tensor, Tensor], call: Any) -> Non
         None if call.sinks is None else dsinks,
         Forward(q, k, call.v, call.o, call.do, call.lse),
         Requests(offsets_q.shape[0] - 1, 0, 0, offsets_q, offsets_kv),
-        Scores(
-            score_scale(call),
-            call.is_causal,
-            call.window_size_left,
-            call.window_size_right,
-            call.softcap,
-            sinks=call.sinks,
-            cos=call.rope_cos,
-            sin=call.rope_sin,
-            rotary=(call.rotary_dim or q.shape[-1]) if rope else 0,
-            neox=call.rope_layout == "neox",
-        ),
+        scores_of(call, tables=True),
     )
