@@ -1,11 +1,13 @@
 """Every operator in an AOTInductor package for CUDA: in C++, and in Python without tileops."""
 
+import sys
+
 import pytest
 import torch
 
 from tests import checks
 from tests.gpu.cases import first_cases
-from tests.test_packages import lower, run_in_cpp, runner  # noqa: F401  a fixture
+from tests.test_packages import lower, run, run_in_cpp, runner  # noqa: F401  a fixture
 
 SIZES = (7, 2, 3, 65, 130, 1)
 
@@ -51,3 +53,29 @@ def test_in_python_without_tileops(packaged, tmp_path):
     checks.check_in_new_process(
         "tests.run_package", [(case, package, SIZES)], tmp_path, AOTI_RUNTIME_CHECK_INPUTS="1"
     )
+
+
+class Plain(torch.nn.Module):
+    """A matmul and a fused kernel, nothing of this library."""
+
+    def forward(self, x, y):
+        return torch.mm(x, y) + x.sin()
+
+
+@pytest.fixture(scope="module")
+def plain_package(tmp_path_factory):
+    x = torch.randn(64, 64, device="cuda")
+    program = torch.export.export(Plain(), (x, x.clone()))
+    return lower(program, tmp_path_factory.mktemp("plain") / "package.pt2")
+
+
+@pytest.mark.xdist_group("plain")
+@pytest.mark.parametrize("preloaded", ["", "libstdc++.so.6"], ids=["as-is", "preloaded"])
+def test_a_package_without_operators_in_a_new_process(plain_package, preloaded, tmp_path):
+    """Where this crashes, no package loads into that Python: see docs/compile_export.md."""
+    inputs = torch.randn(2, 64, 64, device="cuda").unbind()
+    source, target = tmp_path / "inputs.pt", tmp_path / "outputs.pt"
+    torch.save([(str(plain_package), [inputs])], source)
+    run([sys.executable, "-m", "tests.run_package", source, target], LD_PRELOAD=preloaded)
+    [[((result,), _)]] = torch.load(target)
+    torch.testing.assert_close(result, Plain()(*inputs), atol=1e-4, rtol=1e-4)
