@@ -287,6 +287,32 @@ def test_padding_rows_get_no_gradient():
 
 
 @pytest.mark.parametrize(
+    "run", [GQA_VARLEN_BWD.op, reference.gqa_varlen_bwd], ids=["op", "packaged"]
+)
+def test_gradients_read_no_padding_row(run):
+    """The rows of no request may hold NaN in everything, their stored lse included."""
+    q, k, v, cu_q, cu_kv = inputs()
+    sinks, do = torch.randn(4), torch.ones_like(q)
+    o, lse = GQA_VARLEN_FWD.op(q, k, v, cu_q, cu_kv, sinks=sinks)
+    padded = [torch.cat([x, torch.full_like(x[:2], NAN)]) for x in (q, o, do)]
+    stale = torch.cat([lse, torch.full_like(lse[:, :2], NAN)], dim=1)
+
+    def gradients(q, o, do, lse):
+        call = GQA_VARLEN_BWD.Call(q, k, v, cu_q, cu_kv, o, do, lse, sinks=sinks)
+        if run is GQA_VARLEN_BWD.op:
+            return run(*call)
+        out = tuple(torch.empty_like(x) for x in (q, k, v, sinks))
+        run(out, call)
+        return out
+
+    dq, *others = gradients(*padded, stale)
+    expected, *wanted = gradients(q, o, do, lse)
+    assert not dq[len(q) :].any()
+    for a, b in zip((dq[: len(q)], *others), (expected, *wanted), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"softcap": 2.0, "window_size_left": 2},

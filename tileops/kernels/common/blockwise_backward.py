@@ -89,8 +89,9 @@ def attend_backward(
         delta = o.to(dtype, copy=True).mul_(do).sum(-1)
         lse = lse.to(dtype)
         total = lse if sinks is None else torch.logaddexp(lse, sinks.to(dtype)[:, None])
-        # An infinite total makes every weight of a row without keys exp(-inf) = 0.
-        total = torch.where(lse == -INF, INF, total)
+        # An infinite total makes every weight of a row without keys, or of no request, 0.
+        row = torch.arange(q.shape[0], device=q.device)
+        total = torch.where((lse == -INF) | (row >= q_offsets.amax()), INF, total)
         held = {
             "q": q,
             "k": k,
