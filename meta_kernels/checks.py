@@ -241,16 +241,26 @@ def checked_rotary_width(op: str, rotary_dim: int | None, head_dim: Any) -> int:
 # --------------------------------------------------------------------------- parameter rules
 
 
+def is_bool(value: Any) -> bool:
+    """A bool of Python, numpy or torch, which those take for the numbers 0 and 1."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
 def integer(op: str, name: str, value: Any) -> int:
     """A Python int from any integer type; bools and everything else are a TypeError."""
-    if isinstance(value, bool):
+    if is_bool(value):
         raise TypeError(f"{op}: {name} must be an integer, got a bool")
     try:
-        return operator.index(value)
+        found = operator.index(value)
     except TypeError:
         raise TypeError(
             f"{op}: {name} must be an integer, got {type(value).__name__} {value!r}"
         ) from None
+    if not -(2**63) <= found < 2**63:
+        raise refuse(
+            op, f"{name} must be an integer of 64 bits, got one of {found.bit_length() + 1}"
+        )
+    return found
 
 
 def boolean(op: str, name: str, value: Any) -> bool:
@@ -261,9 +271,11 @@ def boolean(op: str, name: str, value: Any) -> bool:
 
 def number(op: str, name: str, value: Any) -> float:
     """A Python float from any real number type; bools and strings are a TypeError."""
-    if not isinstance(value, (bool, str, bytes)):
+    if not is_bool(value) and not isinstance(value, (str, bytes)):
         try:
             return float(value)
+        except OverflowError:  # an integer beyond every float: no rule takes it for finite
+            return math.inf if value > 0 else -math.inf
         except (TypeError, ValueError):
             pass
     raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__} {value!r}")
@@ -284,12 +296,21 @@ def sm_scale(op: str, value: float | None, name: str = "sm_scale") -> None:
     """V5."""
     if value is not None and not (math.isfinite(value) and value > 0):
         raise refuse(op, f"{name} must be finite and > 0, got {value}")
+    float32(op, name, value)
 
 
 def softcap(op: str, value: float | None) -> None:
     """V6: None and 0 both mean off."""
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise refuse(op, f"softcap must be None, 0 or a finite number > 0, got {value}")
+    float32(op, "softcap", value)
+
+
+def float32(op: str, name: str, value: float | None) -> None:
+    """What scores are multiplied by is finite where they live."""
+    largest = torch.finfo(torch.float32).max
+    if value is not None and value > largest:
+        raise refuse(op, f"{name} must be at most {largest}, the largest float32, got {value}")
 
 
 def window(op: str, left: int, right: int) -> None:

@@ -148,14 +148,28 @@ def test_bools_and_strings_are_no_numbers(name):
         if type(value) is bool:
             wrong = (1, 0, "yes", None, np.int64(1))
         elif type(value) is int:
-            wrong = (True, np.bool_(True), "3", 2.0)
+            wrong = (True, np.bool_(True), torch.tensor(True), "3", 2.0)
         elif type(value) is float:
-            wrong = (True, "3", b"3", [1.0])
+            wrong = (True, np.bool_(True), torch.tensor(True), "3", b"3", [1.0])
         else:
             continue
         for bad in wrong:
             with pytest.raises(TypeError, match=rf"{op.contract.name}: {parameter} must be"):
                 example(name, **{parameter: bad})
+
+
+@every_class
+def test_numbers_that_no_kernel_could_hold_are_refused(name):
+    """Integers beyond 64 bits and what is infinite in float32, at construction."""
+    op, _ = example(name)
+    for parameter in parameters(name):
+        kind = type(getattr(op, parameter))
+        beyond = {int: (2**63, -(2**63) - 1, 10**400), float: (10**400, -(10**400))}.get(kind, ())
+        if parameter in ("scale", "sm_scale", "softcap"):
+            beyond = (*beyond, 1e39)
+        for number in beyond:
+            with pytest.raises(ValueError, match=rf"{op.contract.name}: {parameter} must be"):
+                example(name, **{parameter: number})
 
 
 @every_class
