@@ -9,8 +9,8 @@ from tests.gpu.cases import CASES, first_cases, unvalidated
 from tileops import explain
 from tileops.attention import GQADenseFwdOp
 
-every_case = pytest.mark.parametrize("case", map(unvalidated, CASES), ids=str)
-every_operator = pytest.mark.parametrize("case", map(unvalidated, first_cases()), ids=str)
+every_case = pytest.mark.parametrize("case", list(map(unvalidated, CASES)), ids=str)
+every_operator = pytest.mark.parametrize("case", list(map(unvalidated, first_cases())), ids=str)
 
 
 @pytest.fixture

@@ -469,7 +469,9 @@ def fp8_lightning_indexer(call):
     q, k, scale = call.index_q, call.index_k, call.index_k_scale
     if q.dtype != E4M3:
         q = oracle.to_e4m3(q.to(torch.float32))
-        k, scale = oracle.quantize_index_keys(k)
+        # On the CPU: on a GPU torch divides by a number as a product with its reciprocal, and a
+        # scale that is one unit off rounds keys between two codes to the other one.
+        k, scale = (x.to(q.device) for x in oracle.quantize_index_keys(k.cpu()))
     groups = k.shape[2]
     heads = q.shape[2] // groups
     q, k, w = f64(q), f64(k), f64(call.weights)

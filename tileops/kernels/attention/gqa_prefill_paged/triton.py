@@ -13,6 +13,7 @@ from torch import Tensor
 from tileops.kernels.common.device import int64, last_not_after
 from tileops.kernels.common.gqa_hooks import score_scale
 from tileops.kernels.common.launch import e4m3_argument, launch, native_e4m3, padded, rows
+from tileops.kernels.common.limits import head_dim_refusal
 from tileops.kernels.common.triton_append import append_rows
 from tileops.kernels.common.triton_gqa import WAYS, Keys, Queries, Scores, attend
 from tileops.kernels.common.triton_rope import load_rows
@@ -116,9 +117,10 @@ def append_kernel(
     page = tl.load(table + request * width + entry, mask=kept, other=-1).to(tl.int64)
     kept = kept & (page >= 0) & (page < pages)
     slot = page * PAGE + position % PAGE
-    # Through a load that loads nothing, see `attention_kernel`.
+    # Through a load that loads nothing, see `attention_kernel`. Its pointers differ: what comes
+    # from equal ones is taken to be equal, whatever `other` is.
     memory = k_scale.to(tl.pointer_type(tl.int64), bitcast=True)
-    slot = tl.load(memory + token * 0, mask=token < 0, other=slot)
+    slot = tl.load(memory + token, mask=token < 0, other=slot)
 
     column = tl.arange(0, BLOCK_D)
     inside_d = (column < D)[None, :]
@@ -224,3 +226,6 @@ def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
             v_scale=call.v_scale if e4m3 else None,
         ),
     )
+
+
+gqa_prefill_paged_fwd_refusal = head_dim_refusal
