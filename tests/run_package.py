@@ -1,9 +1,11 @@
 """`python -m tests.run_package inputs outputs`: run AOTInductor packages.
 
 The inputs are [(path, [tensors of a call])], the outputs [[(results, inputs after)]]. A package
-must not need the library that made it: tileops is never imported.
+must not need the library that made it: tileops is never imported. A crash inside a package leaves
+the stack on standard error.
 """
 
+import faulthandler
 import sys
 
 import torch
@@ -24,5 +26,6 @@ def main(load, source, target):
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     main(torch._inductor.aoti_load_package, *sys.argv[1:])
     assert "tileops" not in sys.modules
