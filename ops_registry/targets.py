@@ -91,11 +91,18 @@ class _Kind:
     lowering: Lowering
     requires: str | None = None
     remembers: str | None = None  # the module whose `remember(run, out, call)` does it
+    limits: str | None = None  # the module whose `refusal(call)` says which devices it lacks
 
 
 _KINDS = {
     "tilelang": _Kind(("cuda",), Lowering.OPAQUE, "tilelang"),
-    "triton": _Kind(("cuda",), Lowering.INLINE, "triton", "tileops.kernels.common.repeat"),
+    "triton": _Kind(
+        ("cuda",),
+        Lowering.INLINE,
+        "triton",
+        "tileops.kernels.common.repeat",
+        "tileops.kernels.common.limits",
+    ),
     "cpu": _Kind(("cpu",), Lowering.OPAQUE),
     "reference": _Kind(("cpu",), Lowering.PACKAGE),
 }
@@ -115,11 +122,15 @@ def builtin_kernel(name: str, module: str, op: str) -> Kernel:
             return f"needs {kind.requires}: pip install 'tileops[{kind.requires}]'"
         return None
 
+    @functools.cache
+    def limits() -> Callable[[Any], str | None]:
+        return importlib.import_module(kind.limits).refusal if kind.limits else _serves_all
+
     def run(out: Any, call: Any) -> None:
         getattr(loaded(), op)(out, call)
 
     def refusal(call: Any) -> str | None:
-        return missing() or getattr(loaded(), op + "_refusal", _serves_all)(call)
+        return missing() or limits()(call) or getattr(loaded(), op + "_refusal", _serves_all)(call)
 
     def remember(out: Any, call: Any) -> Callable[[list[int]], Any] | None:
         return importlib.import_module(str(kind.remembers)).remember(run, out, call)

@@ -18,6 +18,7 @@ import torch
 from ops_registry import repeats
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+OLDEST = 80  # the first with bfloat16 products and asynchronous copies
 
 
 class Machine(NamedTuple):
@@ -43,6 +44,14 @@ class Machine(NamedTuple):
             if self.arch >= least:
                 return name
         return "sm_80"
+
+    @property
+    def refusal(self) -> str | None:
+        """Why kernels cannot be compiled for it."""
+        if self.backend == "cuda" and isinstance(self.arch, int) and self.arch < OLDEST:
+            got = f"{self.arch // 10}.{self.arch % 10}"
+            return f"needs a GPU of compute capability {OLDEST / 10} or later, got {got}"
+        return None
 
     @property
     def e4m3(self) -> bool:

@@ -5,10 +5,13 @@ from typing import Any
 from torch import Tensor
 
 from tileops.kernels.attention.gqa_dense.triton_backward import gqa_dense_bwd
+from tileops.kernels.common.limits import head_dim_refusal
 from tileops.kernels.common.triton_gqa import Keys, Queries, attend, scores_of
 from tileops.kernels.common.triton_rope import rotated
 
 __all__ = ["gqa_dense_bwd", "gqa_dense_fwd"]
+
+gqa_dense_fwd_refusal = gqa_dense_bwd_refusal = head_dim_refusal
 
 
 def gqa_dense_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tileops.kernels.common.limits import head_dim_refusal
 from tileops.kernels.common.triton_gqa import Keys, Queries, attend, scores_of
 from tileops.kernels.common.triton_rope import rotated
 
@@ -29,3 +30,6 @@ def gqa_paged_fwd(out: Tensor, call: Any) -> None:
         ),
         scores_of(call, tables=True),
     )
+
+
+gqa_paged_fwd_refusal = head_dim_refusal

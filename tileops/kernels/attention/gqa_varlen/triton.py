@@ -5,10 +5,13 @@ from typing import Any
 from torch import Tensor
 
 from tileops.kernels.attention.gqa_varlen.triton_backward import gqa_varlen_bwd
+from tileops.kernels.common.limits import head_dim_refusal
 from tileops.kernels.common.triton_gqa import Keys, Queries, attend, scores_of
 from tileops.kernels.common.triton_rope import rotated
 
 __all__ = ["gqa_varlen_bwd", "gqa_varlen_fwd"]
+
+gqa_varlen_fwd_refusal = gqa_varlen_bwd_refusal = head_dim_refusal
 
 
 def gqa_varlen_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:

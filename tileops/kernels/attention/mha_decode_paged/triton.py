@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tileops.kernels.common.limits import head_dim_refusal
 from tileops.kernels.common.triton_gqa import Keys, Queries, Scores, attend
 
 
@@ -24,3 +25,6 @@ def mha_decode_paged_fwd(out: Tensor, call: Any) -> None:
         ),
         Scores(q.shape[-1] ** -0.5, call.is_causal),
     )
+
+
+mha_decode_paged_fwd_refusal = head_dim_refusal
