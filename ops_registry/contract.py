@@ -236,11 +236,12 @@ def register(
     def validated(call, checked, remember=False):
         out = infer(call)
         kernel = select(contract, call, candidates)
-        if checked is not None:
-            check_contents(contract, checked, call)
-        if remember and kernel.remember is not None:
-            return out, kernel.remember(out, call)
-        kernel.run(out, call)
+        with without_autocast():
+            if checked is not None:
+                check_contents(contract, checked, call)
+            if remember and kernel.remember is not None:
+                return out, kernel.remember(out, call)
+            kernel.run(out, call)
         return out, None
 
     def fake(*args, **kwargs):
@@ -331,18 +332,26 @@ def trace_contents(contract: OpContract, contents: Contents, call: Any) -> Any:
     return call._replace(**{contract.guard: guard, "validate_inputs": False})
 
 
+AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+_CPU_KEYS, _CUDA_KEYS = map(torch._C.DispatchKeySet, AUTOCAST.values())
+_AUTOCAST_KEYS = _CPU_KEYS | _CUDA_KEYS
+
+
+def without_autocast() -> Any:
+    """Autocast is not for the inside of a kernel, which it would round, or fail in a `cat`."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+
+
 def _follow_autocast(contract: OpContract, autocast: Callable[[Any, torch.dtype], Any]) -> None:
     """Register autocast kernels that follow the active dtype (`register_autocast` fixes one)."""
-    for device in ("cpu", "cuda"):
-        key = "AutocastCPU" if device == "cpu" else "AutocastCUDA"
-        keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    for device, key in AUTOCAST.items():
 
-        def cast(*args, _device=device, _keyset=keyset, **kwargs):
+        def cast(*args, _device=device, **kwargs):
             call = contract.Call(*args, **kwargs)
-            with torch._C._ExcludeDispatchKeyGuard(_keyset):
+            with without_autocast():
                 return contract.op(*autocast(call, torch.get_autocast_dtype(_device)))
 
-        LIBRARY.impl(contract.name, cast, key)
+        LIBRARY.impl(contract.name, cast, key.name)
 
 
 def _through_copies(contract: OpContract, call: Any) -> Any:

@@ -104,6 +104,39 @@ def check_poisoned(case: Case, size: int) -> None:
     check_against(case, actual, call if case.contract.mutated else clean)
 
 
+FOLLOW_AUTOCAST = ("gqa_dense_fwd", "gqa_varlen_fwd")
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def states(case: Case) -> Iterator[contextlib.AbstractContextManager[None]]:
+    """What a process may be set to, and an operator must not notice."""
+    for dtype in (torch.float64, torch.bfloat16):
+        yield default_dtype(dtype)
+    if case.contract.name not in FOLLOW_AUTOCAST:
+        for dtype in (torch.float16, torch.bfloat16):
+            yield torch.autocast("cpu", dtype=dtype)
+
+
+def check_states(case: Case) -> None:
+    """The same bits in every state."""
+    call = case.call()
+    expected = run(case, call)
+    for state in states(case):
+        with state:
+            actual = run(case, call)
+        for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
+            assert torch.equal(bits(a), bits(e)), f"{case} output {index}"
+
+
 # --------------------------------------------------------------------------------- layouts
 
 

@@ -29,6 +29,11 @@ def test_layouts(case, layout):
 
 
 @every_case
+def test_states_of_the_process_change_nothing(case):
+    checks.check_states(case)
+
+
+@every_case
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "expanded"])
 def test_opcheck(case, layout):
     checks.check_opcheck(case, checks.with_layout(case, case.call(5), layout))

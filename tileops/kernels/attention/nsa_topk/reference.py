@@ -106,7 +106,8 @@ def nsa_topk(out: Tensor, call: Any) -> None:
         # last: torch frees twice what enters a loop as a view of its whole buffer.
         queries = by_group(take(x["q"], rows).to(torch.float32), heads_kv)
         queries = (queries * call.scale).to(q.dtype)
-        total = torch.zeros(heads_kv, rows.shape[0], group, 1, device=q.device)
+        sums = (heads_kv, rows.shape[0], group, 1)
+        total = torch.zeros(sums, dtype=torch.float32, device=q.device)
         at = torch.zeros((), dtype=torch.int64, device=q.device)
         shared = (queries, closed, start, x["k"], x["lanes"])
         _, top, total = while_loop_op(
