@@ -270,6 +270,7 @@ paged("decode", 8)
 paged("mixed", 8 + 1023)
 paged("d64-window-sinks", 8, heads=64, dim=64, **CAUSAL_WINDOW, **sinks)
 paged("rope-chunk", 8 * 512, page=64, **tables(S, 128), **ROPE)
+paged("rope-decode", 8, heads=128, page=64, **tables(S, 128), **ROPE)
 paged("e4m3-pool", 8, pool=E4M3)
 paged("e4m3", 8 * 512, dtype=E4M3, pool=E4M3, out_dtype=BF16)
 

@@ -100,6 +100,15 @@ def test_sizes_of_one(case):
 
 
 @every_operator
+def test_arguments_are_no_words_of_cpp(name):
+    """A package calls a kernel from C++ under the names of its arguments."""
+    call = meta_calls.CALLS[name][0][1]
+    for launch in aot.launches(name, call, aot.CHIPS[FAST]):
+        found = {"do", "for", "if", "int", "new", "this", "union"} & set(launch.kernel.arg_names)
+        assert not found, f"{launch.kernel.__name__}: {found}"
+
+
+@every_operator
 def test_only_a_product_needs_a_matrix_instruction(name):
     """On Hopper, a plain prefill call runs on the tensor cores of Hopper."""
     decode = {"gqa_paged_fwd", "mha_decode_paged_fwd"}  # a few queries: smaller than a wgmma

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from ops_registry.contract import CONTRACTS, E4M3
+from ops_registry.contract import E4M3
 from tests import aot, meta_calls
 from tests.test_imports import attempt
+from tests.triton_target import kernels
 from tileops import warmup, warmup_calls
 
 CHIP = aot.CHIPS["sm_90"]
@@ -32,7 +33,7 @@ def refused(capsys, *arguments):
 
 
 def test_every_operator_has_a_recipe():
-    assert set(warmup_calls.RECIPES) == set(CONTRACTS)
+    assert set(warmup_calls.RECIPES) == set(kernels())
 
 
 def test_flags_are_those_that_recipes_read():
@@ -104,7 +105,7 @@ def test_calls_of_models_compile_nothing_more(name, variant, flags):
 
 @pytest.mark.parametrize("group", [1, 3, 8, 71])
 @pytest.mark.parametrize("layout", ["separate", "fused"])
-@pytest.mark.parametrize("name", CONTRACTS)
+@pytest.mark.parametrize("name", warmup_calls.RECIPES)
 def test_calls_of_other_lengths_compile_nothing_more(name, layout, group, monkeypatch):
     flags = {"layout": layout, "heads": group}
     if "heads_kv" in warmup_calls.RECIPES[name].defaults:

@@ -234,11 +234,11 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
 
 
 def chosen_ops(patterns: Sequence[str]) -> list[str]:
-    """Operators in order of definition; ValueError for a pattern that fits none."""
+    """Operators in the order of their recipes; ValueError for a pattern that fits none."""
     for pattern in patterns:
-        if not fnmatch.filter(CONTRACTS, pattern):
-            raise ValueError(f"--op {pattern}: no operator; there are {', '.join(CONTRACTS)}")
-    return [op for op in CONTRACTS if any(fnmatch.fnmatchcase(op, p) for p in patterns)]
+        if not fnmatch.filter(RECIPES, pattern):
+            raise ValueError(f"--op {pattern}: no operator; there are {', '.join(RECIPES)}")
+    return [op for op in RECIPES if any(fnmatch.fnmatchcase(op, p) for p in patterns)]
 
 
 def checked_device(text: str) -> str:

@@ -87,7 +87,7 @@ def visit_rows(
     kv_len,
     shift,
     q,
-    do,
+    grad_o,
     stats,
     far,
     dq,
@@ -109,7 +109,7 @@ def visit_rows(
 ):
     """dk, dv [N, BLOCK_D] with the share of one block of a request's rows added.
 
-    q, do, stats and dq begin with the request. EDGE: some rows may not exist, or not see
+    q, grad_o, stats and dq begin with the request. EDGE: some rows may not exist, or not see
     every key.
     EARLY: the product for dv runs while dweights do, that for dk while dscores turn into dq's
         operand. Else dv's does the latter, and dk's runs while dq is added.
@@ -134,7 +134,7 @@ def visit_rows(
         seen = visible(position[None, :], key[:, None], kv_len, LEFT, RIGHT)
         weights = tl.where(seen, weights, 0.0)
     grads = load_rows(
-        do + token * DO_ROW, row_offsets(first, lane, GROUP, DO_ROW, D, BLOCK_M), inside,
+        grad_o + token * DO_ROW, row_offsets(first, lane, GROUP, DO_ROW, D, BLOCK_M), inside,
         D, BLOCK_D, keys.dtype, False, True, False,
     )  # fmt: skip
     low_weights = weights.to(keys.dtype)
@@ -176,7 +176,7 @@ def keys_kernel(
     q,
     k,
     v,
-    do,
+    grad_o,
     stats,
     dk,
     dv,
@@ -292,7 +292,7 @@ def keys_kernel(
     if HAS_CAP:
         logits = float32(scale) / float32(cap)
     q += q_start * Q_ROW + r * GROUP * D
-    do += q_start * DO_ROW + r * GROUP * D
+    grad_o += q_start * DO_ROW + r * GROUP * D
     row = (r * int64(tokens) + q_start) * GROUP
     stats += row
     far = HEADS_KV * GROUP * int64(tokens)
@@ -310,13 +310,13 @@ def keys_kernel(
     for edge in tl.range(low, high - (plain_high - plain_low), disable_licm=WIDE_HEAD):
         block = tl.where(edge < plain_low, edge, edge + plain_high - plain_low)
         dk_acc, dv_acc = visit_rows(
-            dk_acc, dv_acc, keys, values, block, rows, key, kv_len, shift, q, do, stats, far,
+            dk_acc, dv_acc, keys, values, block, rows, key, kv_len, shift, q, grad_o, stats, far,
             dq_sum, logits, cap_logits, GROUP, D, Q_ROW, DO_ROW, LEFT, RIGHT, HAS_CAP, FUSED,
             EARLY, True, BLOCK_M, BLOCK_D, WARPS,
         )  # fmt: skip
     for block in tl.range(plain_low, plain_high, disable_licm=WIDE_HEAD):
         dk_acc, dv_acc = visit_rows(
-            dk_acc, dv_acc, keys, values, block, rows, key, kv_len, shift, q, do, stats, far,
+            dk_acc, dv_acc, keys, values, block, rows, key, kv_len, shift, q, grad_o, stats, far,
             dq_sum, logits, cap_logits, GROUP, D, Q_ROW, DO_ROW, LEFT, RIGHT, HAS_CAP, FUSED,
             EARLY, False, BLOCK_M, BLOCK_D, WARPS,
         )  # fmt: skip
@@ -393,7 +393,7 @@ def queries_kernel(
     q,
     k,
     v,
-    do,
+    grad_o,
     stats,
     dq,
     places,
@@ -461,8 +461,9 @@ def queries_kernel(
         live, D, BLOCK_D, q.dtype.element_ty, False, True, True,
     )  # fmt: skip
     grads = load_rows(
-        do + token * DO_ROW + r * GROUP * D, row_offsets(first, lane, GROUP, DO_ROW, D, BLOCK_M),
-        live, D, BLOCK_D, q.dtype.element_ty, False, True, True,
+        grad_o + token * DO_ROW + r * GROUP * D,
+        row_offsets(first, lane, GROUP, DO_ROW, D, BLOCK_M), live, D, BLOCK_D,
+        q.dtype.element_ty, False, True, True,
     )  # fmt: skip
     row = (r * int64(tokens) + q_start) * GROUP + first
     level = tl.load(stats + row + lane, mask=live, other=float("inf"))

@@ -15,7 +15,7 @@ from tileops.kernels.common.triton_tiles import gathered, spread_spot, spread_sp
 @triton.jit(do_not_specialize=["requests", "tokens", "length_q", "blocks"])
 def rows_kernel(
     o,
-    do,
+    grad_o,
     lse,
     sinks,
     stats,
@@ -59,8 +59,8 @@ def rows_kernel(
     mask = live[:, :, None] & (column < D)
     at = (head * D)[None, :, None] + column
     out = tl.load(o + (token * O_ROW)[:, None, None] + at, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(do + (token * DO_ROW)[:, None, None] + at, mask=mask, other=0.0).to(tl.float32)
-    delta = tl.sum(out * grad, 2)
+    grad = tl.load(grad_o + (token * DO_ROW)[:, None, None] + at, mask=mask, other=0.0)
+    delta = tl.sum(out * grad.to(tl.float32), 2)
 
     if PACKED:
         spot = (head * tokens)[None, :] + token[:, None]

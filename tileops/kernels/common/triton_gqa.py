@@ -98,26 +98,6 @@ def scores_of(call: Any, tables: bool = False) -> Scores:
     )
 
 
-def scores_of(call: Any, tables: bool = False) -> Scores:
-    """The options of a call with windows, softcap and caller-given rotary tables.
-
-    tables: the kernel rotates, and needs them; else what it is given is rotated already.
-    """
-    rotates = tables and call.pos_encoding_mode == "rope"
-    return Scores(
-        score_scale(call),
-        call.is_causal,
-        call.window_size_left,
-        call.window_size_right,
-        call.softcap,
-        **{name: getattr(call, name, None) for name in ("q_scale", "k_scale", "v_scale", "sinks")},
-        cos=call.rope_cos if rotates else None,
-        sin=call.rope_sin if rotates else None,
-        rotary=(call.rotary_dim or call.q.shape[-1]) if rotates else 0,
-        neox=call.rope_layout == "neox",
-    )
-
-
 def window_of(scores: Scores) -> tuple[int, int]:
     """The left and right window, -1 for none; a causal mask is a right window of 0."""
     left, right = (x if x < FAR else -1 for x in (scores.left, scores.right))
@@ -142,19 +122,25 @@ def splits_wanted(programs: Any, slots: int, keys: Any) -> Any:
     return larger(smaller(wanted, at_most), 1)
 
 
-def numbers_for(shape: str, device: Machine, dim: int, group: int) -> Mapping[str, int]:
-    """Tile sizes, warps, stages and programs per multiprocessor."""
-    return _fitted(configuration(f"attention_{shape}", f"d{padded(dim)}", device), shape, group)
+def numbers_for(
+    shape: str, device: Machine, dim: int, group: int, rotated: bool = False
+) -> Mapping[str, int]:
+    """Tile sizes, warps, stages and programs per multiprocessor.
 
-
-def _fitted(numbers: Mapping[str, int], shape: str, group: int) -> Mapping[str, int]:
+    shape: "narrow", "wide" through tensor descriptors, or wide through "pointers".
+    rotated: keys are rotated as they are read.
+    """
+    numbers = configuration(f"attention_{shape}", f"d{padded(dim)}", device)
     if shape != "narrow":
         return numbers
     # Four tokens of a request fit a tile of at most 64 rows, so that speculated tokens share
     # the keys; a wide group at least shares them among its heads.
     heads = padded(group)
     wanted = max(min(4 * (1 << (group - 1).bit_length()), 64), heads)
-    return {**numbers, "BLOCK_M": min(max(16, wanted), numbers["BLOCK_M"])}
+    fitting = {"BLOCK_M": min(max(16, wanted), numbers["BLOCK_M"])}
+    if rotated:  # the other half of every key and the tables take room too
+        fitting["BLOCK_N"] = max(16, numbers["BLOCK_N"] // 2)
+    return {**numbers, **fitting}
 
 
 def tileable(x: Tensor, row: int) -> bool:
@@ -180,16 +166,18 @@ def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: 
     device = machine(q)
     packed = queries.offsets is not None
     k, v = rows(keys.k), rows(keys.v)
-    wide = "pointers"
-    if not scores.rotary and tileable(*k) and tileable(*v) and tileable(o, heads * dim):
-        wide = "wide"
-    narrow_rows = numbers_for("narrow", device, dim, group)["BLOCK_M"]
+    wide = numbers_for("wide", device, dim, group)
+    fits = wide["BLOCK_M"] % group == 0 and keys.page % wide["BLOCK_N"] == 0 and not scores.rotary
+    if not (fits and tileable(*k) and tileable(*v) and tileable(o, heads * dim)):
+        wide = numbers_for("pointers", device, dim, group)
+    narrow = numbers_for("narrow", device, dim, group, rotated=scores.rotary > 0)
+    narrow_rows = narrow["BLOCK_M"]
     if packed:
         small, limit = tokens, queries.requests * max(narrow_rows // group, 1)
     else:
         small, limit = queries.length * group, narrow_rows
     for shape, active in tiles_wanted(small, limit):
-        numbers = numbers_for(wide if shape == "wide" else shape, device, dim, group)
+        numbers = wide if shape == "wide" else narrow
         block_m = numbers["BLOCK_M"]
         if packed:
             tiles = (tokens * group // block_m + queries.requests + 1) * active
@@ -236,7 +224,7 @@ def _launch(
     q8 = e4m3_argument(q)
     block_m, block_n = numbers["BLOCK_M"], numbers["BLOCK_N"]
     group = heads // heads_kv
-    tiled = numbers["TILES"] == 1 and block_m % group == 0 and keys.page % block_n == 0
+    tiled = numbers["TILES"] == 1
     tiles_of = (q8, q8, q8)
     if tiled:
         wide = heads_kv * dim
