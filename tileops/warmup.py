@@ -234,11 +234,12 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
 
 
 def chosen_ops(patterns: Sequence[str]) -> list[str]:
-    """Operators in the order of their recipes; ValueError for a pattern that fits none."""
+    """Operators in order of definition; ValueError for a pattern that fits none."""
+    known = [op for op in CONTRACTS if op in RECIPES]
     for pattern in patterns:
-        if not fnmatch.filter(RECIPES, pattern):
-            raise ValueError(f"--op {pattern}: no operator; there are {', '.join(RECIPES)}")
-    return [op for op in RECIPES if any(fnmatch.fnmatchcase(op, p) for p in patterns)]
+        if not fnmatch.filter(known, pattern):
+            raise ValueError(f"--op {pattern}: no operator; there are {', '.join(known)}")
+    return [op for op in known if any(fnmatch.fnmatchcase(op, p) for p in patterns)]
 
 
 def checked_device(text: str) -> str:
