@@ -31,9 +31,16 @@ TEN_SIZES = (5, 3, 17, 9, 33, 2, 64, 21, 8, 40)
 
 
 def assert_close(
-    actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance, what: str = "output"
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    tolerance: Tolerance,
+    what: str = "output",
+    unit: torch.Tensor | float = 1.0,
 ) -> None:
-    """Both metrics of `ops_registry.accuracy`; a failure names the place and the share."""
+    """Both metrics of `ops_registry.accuracy`; a failure names the place and the share.
+
+    unit: the size of values, broadcast, that the absolute bound is for.
+    """
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape} != {expected.shape}"
     if tolerance == EXACT:
         assert torch.equal(bits(actual), bits(expected.to(actual.dtype))), f"{what}: bits differ"
@@ -41,7 +48,7 @@ def assert_close(
     got, ref = actual.to(torch.float64), expected.to(torch.float64)
     same = (got.isinf() & (got == ref)) | (got.isnan() & ref.isnan())
     got, ref = got.masked_fill(same, 0), ref.masked_fill(same, 0)
-    bound = tolerance.atol + tolerance.rtol * ref.abs()
+    bound = tolerance.atol * unit + tolerance.rtol * ref.abs()
     bad = ~((got - ref).abs() <= bound)
     if bad.any():
         place = tuple(bad.nonzero()[0].tolist())

@@ -604,10 +604,11 @@ def check_paris(mode, device):
     command += ["--device", device]
     for prompt in ("The capital of France is", "1, 2, 3, 4, 5, 6,"):
         command += ["--prompt", prompt]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [*command, "--max-new-tokens", "6"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
     )

@@ -14,7 +14,6 @@ line per key; keys that stand in it are not run again. A failure names its call:
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ops_registry.accuracy import EXACT, Tolerance
+from ops_registry.accuracy import EXACT
 from ops_registry.contract import CONTRACTS
 from ops_registry.errors import NoKernelError
 from tests import checks, poison
@@ -77,21 +76,21 @@ def check(job: Job, call: Any, stale: bool) -> None:
         if tolerance is not None:
             unclean = job.op == "fp8_lightning_indexer" and not key["clean_logits"]
             a = a.masked_fill(e == -torch.inf, -torch.inf) if unclean else a
-            checks.assert_close(a, e, at_scale(tolerance, e), f"output {index}")
+            unit = 1.0 if tolerance == EXACT else size_of(e)
+            checks.assert_close(a, e, tolerance, f"output {index}", unit)
 
 
-def at_scale(tolerance: Tolerance, expected: torch.Tensor) -> Tolerance:
-    """The absolute bound is for values of unit scale, and sums over many rows or heads are larger.
+def size_of(expected: torch.Tensor) -> torch.Tensor:
+    """The size of values, at least 1: sums over many rows or heads are larger.
 
     A gradient row of a key that hundreds of queries see is a sum of as many rounded terms, while
     the typical key of the call is seen by few: a row counts with its own size.
     """
     finite = expected.masked_fill(~expected.isfinite(), 0.0).to(torch.float64)
-    if tolerance == EXACT or not finite.numel():
-        return tolerance
-    typical = finite.square().mean().sqrt()
+    if not finite.numel():
+        return finite
     own = finite.square().mean(-1, keepdim=True).sqrt()
-    return dataclasses.replace(tolerance, atol=tolerance.atol * own.clamp(min=1.0).max(typical))
+    return own.clamp(min=1.0).max(finite.square().mean().sqrt())
 
 
 def described(key: dict[str, Any]) -> str:
