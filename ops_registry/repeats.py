@@ -2,9 +2,10 @@
 
 What `infer`, `select` and a launcher decide follows from metadata alone, never from contents. So
 a kernel may offer to remember a call (`Kernel.remember`), and a call whose tensors have the same
-shapes, strides, dtypes, devices and alignment, with the same options, repeats it with its own
-pointers: nothing is validated or decided twice. A language model calls an operator with the same
-metadata once per layer, so a call is remembered when it is seen for the second time.
+shapes, strides, dtypes, devices and alignment, with the same options and the same deterministic
+mode of torch, repeats it with its own pointers: nothing is validated or decided twice. A
+language model calls an operator with the same metadata once per layer, so a call is remembered
+when it is seen for the second time.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class Repeats:
         """What decides a call, and its pointers; None for a call that is not to be remembered."""
         if _paused or not call[0].is_cuda or targets.external_targets():
             return None
-        parts: list[Any] = []
+        parts: list[Any] = [
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ]
         pointers = []
         for x in call:
             if isinstance(x, Tensor):

@@ -4,10 +4,13 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ops_registry import repeats
+from ops_registry.targets import ExternalTarget, register_target, unregister_target
 from tests import aot, checks
 from tests.cases import all_cases
 from tests.triton_target import kernels, triton_cases
 from tileops.kernels.common import launch, repeat
+from tileops.kernels.common.machine import overriding
 
 every_case = pytest.mark.parametrize("case", triton_cases(), ids=str)
 
@@ -112,3 +115,66 @@ def test_slices_are_found_by_their_offset():
     places = repeat._Places([pool[:, 0], pool[:, 1]])
     assert places.find(pool[:, 1].data_ptr()) == (1, 0)
     assert places.find(pool[2, 1].data_ptr()) is None
+
+
+class OnGpu:
+    """Stands for a first argument on a GPU."""
+
+    is_cuda = True
+
+
+def keys(*others):
+    found = repeats.Repeats().key((OnGpu, *others))
+    return found and found[0]
+
+
+def test_what_decides_a_call_is_its_key():
+    room = torch.empty(4, 10)
+    x = room[:, :8]
+    seen = {
+        keys(x, 1),
+        keys(x, 2),
+        keys(x, None),
+        keys(x, x, 1),
+        keys(x[:3], 1),
+        keys(x.contiguous(), 1),
+        keys(x.to(torch.float16), 1),
+        keys(room[:, 1:9], 1),  # other alignment
+        keys(x.to("meta"), 1),
+    }
+    assert len(seen) == 9
+    assert keys(room.clone()[:, :8], 1) in seen
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_the_deterministic_mode_decides_too(warn_only):
+    x = torch.empty(3)
+    before = keys(x)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        assert keys(x) != before
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert keys(x) == before
+
+
+def test_what_is_not_remembered():
+    x = torch.empty(3)
+    assert repeats.Repeats().key((x,)) is None  # a CPU decides nothing worth remembering
+    assert keys(x.as_subclass(type("Other", (torch.Tensor,), {}))) is None
+    with overriding("attention_wide", {}):
+        assert keys(x) is None
+    register_target(ExternalTarget("elsewhere", {}))
+    try:
+        assert keys(x) is None
+    finally:
+        unregister_target("elsewhere")
+    assert keys(x) is not None
+
+
+def test_a_call_is_remembered_when_it_is_seen_again():
+    found = repeats.Repeats()
+    assert [found.wanted("a"), found.wanted("b"), found.wanted("a")] == [False, False, True]
+    for key in range(repeats.MOST):
+        found.wanted(key)
+    assert len(found.found) <= repeats.MOST
