@@ -106,6 +106,22 @@ def test_a_call_that_copies_is_not_repeated(log):
     assert remembered(k=lambda call: call.k.transpose(1, 2).contiguous().transpose(1, 2)) is None
 
 
+def test_the_filled_part_of_a_cache_is_not_copied(log):
+    """Nor are keys that all requests share."""
+    cache = torch.randn(2, 90, 2, 32, dtype=torch.float16)
+
+    def call(k, v):
+        case = next(case for case in all_cases() if case.contract.name == "gqa_dense_fwd")
+        q = torch.randn(k.shape[0], 1, 4, 32, dtype=torch.float16)
+        return type(case.call(2))(q, k, v)
+
+    run, infer = kernels()["gqa_dense_fwd"].run, aot.infers()["gqa_dense_fwd"]
+    shared = cache[:1, :70].expand(3, -1, -1, -1)
+    for k in (cache, cache[:, :70], cache[1:, :70], shared):
+        made = call(k, torch.empty_strided(k.shape, k.stride(), dtype=k.dtype))
+        assert repeat.remember(run, infer(made), made) is not None
+
+
 def test_slices_are_found_by_their_offset():
     x = torch.empty(4, 10)
     places = repeat._Places([x, torch.empty(3)])

@@ -144,6 +144,7 @@ def locate(
     tokens,
     length_q,
     length_kv,
+    spacing_kv,
     tiles,
     section,
     PACKED: tl.constexpr,
@@ -189,7 +190,7 @@ def locate(
         r = pair % HEADS_KV
         q_len = length_q
         q_start = b.to(tl.int64) * length_q
-        kv_start = b.to(tl.int64) * length_kv
+        kv_start = b.to(tl.int64) * spacing_kv
         kv_len = tl.load(lengths + b) if PAGE > 0 else length_kv
     return b, r, tile * BLOCK_M, q_start, q_len, kv_start, kv_len
 
@@ -217,6 +218,7 @@ def normaliser(top, total, sink, HAS_SINK: tl.constexpr):
         "tokens",
         "length_q",
         "length_kv",
+        "spacing_kv",
         "width",
         "tiles",
         "programs",
@@ -253,6 +255,7 @@ def attention_kernel(
     tokens,
     length_q,
     length_kv,
+    spacing_kv,
     width,
     tiles,
     programs,
@@ -294,6 +297,7 @@ def attention_kernel(
     tiles: of a request (dense), or of the whole batch (PACKED). programs: tiles of all KV heads.
     section: (request, KV head) pairs whose keys fit the L2 cache together, dense only.
     splits: parts in which the keys of a tile are walked.
+    spacing_kv: rows from the first key of a dense request to that of the next.
     PACKED: offsets_q [requests + 1] delimits the requests of q [tokens, H, D].
     PAGE: rows of a page behind table [requests, width], 0 for keys without pages: packed behind
         offsets_kv, or dense.
@@ -316,7 +320,7 @@ def attention_kernel(
     split = item % splits
     b, r, low_row, q_start, q_len, kv_start, kv_len = locate(
         item // splits, offsets_q, offsets_kv, lengths, requests, tokens, length_q, length_kv,
-        tiles, section, PACKED, PAGE, APPENDED, HEADS_KV, GROUP, BLOCK_M, WAYS,
+        spacing_kv, tiles, section, PACKED, PAGE, APPENDED, HEADS_KV, GROUP, BLOCK_M, WAYS,
     )  # fmt: skip
     # The place through loads that load nothing. torch follows what a store's pointer is made of
     # to learn what a kernel writes, stops at loads and takes every argument of a call for part

@@ -43,8 +43,9 @@ class Queries(NamedTuple):
 class Keys(NamedTuple):
     """Keys and values by request.
 
-    Packed k, v [T_kv, H_kv, D] behind offsets; or dense, `length` each; or pools
-    [N_kv, H_kv, D] of pages of `page` rows behind table [B, W], lengths [B] of them used.
+    Packed k, v [T_kv, H_kv, D] behind offsets; or dense, `length` each, that begin `spacing` rows
+    apart; or pools [N_kv, H_kv, D] of pages of `page` rows behind table [B, W], lengths [B] of
+    them used.
     appended: lengths do not count the tokens of q.
     fresh: the keys and values of q's tokens, packed like q, where the pool's are not to be used.
     """
@@ -52,12 +53,29 @@ class Keys(NamedTuple):
     k: Tensor
     v: Tensor
     length: Any
+    spacing: Any = 0
     offsets: Tensor | None = None
     page: int = 0
     table: Tensor | None = None
     lengths: Tensor | None = None
     appended: bool = False
     fresh: tuple[Tensor, Tensor] | None = None
+
+
+def dense_keys(k: Tensor, v: Tensor) -> Keys:
+    """Dense k, v [B, S_kv, H_kv, D]: as they lie, where rows are evenly spaced in a request.
+
+    The filled part of a longer cache, cache[:, :S_kv], is not copied in eager.
+    """
+    batch, length, heads, dim = k.shape
+    row = k.stride(1)
+    alike = not tracing.traced(k) and v.stride() == k.stride() and batch * length > 0
+    if alike and k.stride()[2:] == (dim, 1) and row >= heads * dim and k.stride(0) % row == 0:
+        spacing = k.stride(0) // row
+        rows_of_all = (batch - 1) * spacing + length
+        shape, strides = (rows_of_all, heads, dim), k.stride()[1:]
+        return Keys(k.as_strided(shape, strides), v.as_strided(shape, strides), length, spacing)
+    return Keys(k.flatten(0, 1), v.flatten(0, 1), length, length)
 
 
 class Scores(NamedTuple):
@@ -264,6 +282,7 @@ def _launch(
         tokens,
         queries.length,
         keys.length,
+        keys.spacing,
         0 if keys.table is None else keys.table.shape[1],
         tiles,
         programs,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tileops.kernels.attention.gqa_dense.triton_backward import gqa_dense_bwd
 from tileops.kernels.common.limits import head_dim_refusal
-from tileops.kernels.common.triton_gqa import Keys, Queries, attend, scores_of
+from tileops.kernels.common.triton_gqa import Queries, attend, dense_keys, scores_of
 from tileops.kernels.common.triton_rope import rotated
 
 __all__ = ["gqa_dense_bwd", "gqa_dense_fwd"]
@@ -24,6 +24,6 @@ def gqa_dense_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
         o.flatten(0, 1),
         lse,
         Queries(q.flatten(0, 1), q.shape[0], q.shape[1]),
-        Keys(k.flatten(0, 1), call.v.flatten(0, 1), k.shape[1]),
+        dense_keys(k, call.v),
         scores_of(call),
     )

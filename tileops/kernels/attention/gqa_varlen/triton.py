@@ -25,6 +25,6 @@ def gqa_varlen_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
         o,
         lse,
         Queries(q, offsets_q.shape[0] - 1, 0, offsets_q),
-        Keys(k, call.v, k.shape[0], offsets_kv),
+        Keys(k, call.v, k.shape[0], offsets=offsets_kv),
         scores_of(call),
     )
