@@ -10,7 +10,9 @@ from tests.cache_views import views
 
 
 @pytest.mark.parametrize("queries", [1, 40])
-@pytest.mark.parametrize("name, k, v", list(views()), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "name, k, v", list(views()), ids=lambda x: x if isinstance(x, str) else ""
+)
 def test_views_of_a_cache(name, k, v, queries, target):
     q = torch.randn(k.shape[0], queries, 4, k.shape[-1]).to(k.dtype)
     o, _ = GQA_DENSE_FWD.op(q, k, v, target=target)
