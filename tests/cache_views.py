@@ -20,5 +20,7 @@ def views(device="cpu", dtype=torch.float16, heads_kv=2, dim=32):
     yield "other strides", k[:, :70], v[:, :70].contiguous()
     both = torch.cat((k[:, :, None], v[:, :, None]), 2)
     yield "side by side", both[:, :70, 0], both[:, :70, 1]
-    yield "heads first", *(x[:, :70].transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    k_apart, v_apart = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    yield "heads first", k_apart[:, :70], v_apart[:, :70]
+    yield "heads first, shared", *(x[1:2, :70].expand(3, -1, -1, -1) for x in (k_apart, v_apart))
     yield "one request", k[1:2, :70], v[1:2, :70]

@@ -107,7 +107,7 @@ def test_a_call_that_copies_is_not_repeated(log):
 
 
 def test_the_filled_part_of_a_cache_is_not_copied(log):
-    """Nor are keys that all requests share."""
+    """Nor are keys that all requests share, nor a cache that keeps its heads apart."""
     cache = torch.randn(2, 90, 2, 32, dtype=torch.float16)
 
     def call(k, v):
@@ -117,7 +117,8 @@ def test_the_filled_part_of_a_cache_is_not_copied(log):
 
     run, infer = kernels()["gqa_dense_fwd"].run, aot.infers()["gqa_dense_fwd"]
     shared = cache[:1, :70].expand(3, -1, -1, -1)
-    for k in (cache, cache[:, :70], cache[1:, :70], shared):
+    apart = torch.randn(2, 2, 90, 32, dtype=torch.float16).transpose(1, 2)
+    for k in (cache, cache[:, :70], cache[1:, :70], shared, apart, apart[:, :70]):
         made = call(k, torch.empty_strided(k.shape, k.stride(), dtype=k.dtype))
         assert repeat.remember(run, infer(made), made) is not None
 

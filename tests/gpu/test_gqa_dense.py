@@ -23,9 +23,11 @@ def test_views_of_a_cache(name, queries, dim):
         checks.assert_close(o.cpu(), expected, FORWARD[k.dtype])
 
 
-def test_a_decode_step_does_not_copy_its_cache():
-    cache = torch.randn(2, 4, 1 << 16, 2, 128, device="cuda", dtype=torch.float16)
-    k, v = cache[:, :, :60000]
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_decode_step_does_not_copy_its_cache(heads_first):
+    shape = (2, 4, 2, 1 << 16, 128) if heads_first else (2, 4, 1 << 16, 2, 128)
+    cache = torch.randn(shape, device="cuda", dtype=torch.float16)
+    k, v = (cache.transpose(2, 3) if heads_first else cache)[:, :, :60000]
     q = torch.randn(4, 1, 8, 128, device="cuda", dtype=torch.float16)
     GQA_DENSE_FWD.op(q, k, v)
     torch.cuda.reset_peak_memory_stats()

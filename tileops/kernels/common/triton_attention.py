@@ -145,6 +145,7 @@ def locate(
     length_q,
     length_kv,
     spacing_kv,
+    spacing_head,
     tiles,
     section,
     PACKED: tl.constexpr,
@@ -190,7 +191,7 @@ def locate(
         r = pair % HEADS_KV
         q_len = length_q
         q_start = b.to(tl.int64) * length_q
-        kv_start = b.to(tl.int64) * spacing_kv
+        kv_start = b.to(tl.int64) * spacing_kv + r.to(tl.int64) * spacing_head
         kv_len = tl.load(lengths + b) if PAGE > 0 else length_kv
     return b, r, tile * BLOCK_M, q_start, q_len, kv_start, kv_len
 
@@ -219,6 +220,7 @@ def normaliser(top, total, sink, HAS_SINK: tl.constexpr):
         "length_q",
         "length_kv",
         "spacing_kv",
+        "spacing_head",
         "width",
         "tiles",
         "programs",
@@ -256,6 +258,7 @@ def attention_kernel(
     length_q,
     length_kv,
     spacing_kv,
+    spacing_head,
     width,
     tiles,
     programs,
@@ -286,6 +289,7 @@ def attention_kernel(
     NATIVE: tl.constexpr,
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -298,6 +302,7 @@ def attention_kernel(
     section: (request, KV head) pairs whose keys fit the L2 cache together, dense only.
     splits: parts in which the keys of a tile are walked.
     spacing_kv: rows from the first key of a dense request to that of the next.
+    HEADS_FIRST: dense rows are of one head; heads begin spacing_head rows apart.
     PACKED: offsets_q [requests + 1] delimits the requests of q [tokens, H, D].
     PAGE: rows of a page behind table [requests, width], 0 for keys without pages: packed behind
         offsets_kv, or dense.
@@ -320,7 +325,8 @@ def attention_kernel(
     split = item % splits
     b, r, low_row, q_start, q_len, kv_start, kv_len = locate(
         item // splits, offsets_q, offsets_kv, lengths, requests, tokens, length_q, length_kv,
-        spacing_kv, tiles, section, PACKED, PAGE, APPENDED, HEADS_KV, GROUP, BLOCK_M, WAYS,
+        spacing_kv, spacing_head, tiles, section, PACKED, PAGE, APPENDED, HEADS_KV, GROUP,
+        BLOCK_M, WAYS,
     )  # fmt: skip
     # The place through loads that load nothing. torch follows what a store's pointer is made of
     # to learn what a kernel writes, stops at loads and takes every argument of a call for part
@@ -394,7 +400,7 @@ def attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    head_at = r * D
+    head_at = r * (0 if HEADS_FIRST else D)
     pages = table + b.to(tl.int64) * width
     if LEFT >= 0:
         acc, top, total = attend_range(

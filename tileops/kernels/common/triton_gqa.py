@@ -46,6 +46,7 @@ class Keys(NamedTuple):
     Packed k, v [T_kv, H_kv, D] behind offsets; or dense, `length` each, that begin `spacing` rows
     apart; or pools [N_kv, H_kv, D] of pages of `page` rows behind table [B, W], lengths [B] of
     them used.
+    heads: H_kv, where dense k, v [rows, 1, D] hold one head after another, `spacing_head` apart.
     appended: lengths do not count the tokens of q.
     fresh: the keys and values of q's tokens, packed like q, where the pool's are not to be used.
     """
@@ -54,6 +55,8 @@ class Keys(NamedTuple):
     v: Tensor
     length: Any
     spacing: Any = 0
+    spacing_head: Any = 0
+    heads: int = 0
     offsets: Tensor | None = None
     page: int = 0
     table: Tensor | None = None
@@ -63,18 +66,26 @@ class Keys(NamedTuple):
 
 
 def dense_keys(k: Tensor, v: Tensor) -> Keys:
-    """Dense k, v [B, S_kv, H_kv, D]: as they lie, where rows are evenly spaced in a request.
+    """Dense k, v [B, S_kv, H_kv, D], in eager as they lie where rows are evenly spaced.
 
-    The filled part of a longer cache, cache[:, :S_kv], is not copied in eager.
+    So the filled part of a longer cache, cache[:, :S_kv], is not copied, nor is a view of a cache
+    [B, H_kv, S, D].
     """
     batch, length, heads, dim = k.shape
-    row = k.stride(1)
-    alike = not tracing.traced(k) and v.stride() == k.stride() and batch * length > 0
-    if alike and k.stride()[2:] == (dim, 1) and row >= heads * dim and k.stride(0) % row == 0:
-        spacing = k.stride(0) // row
-        rows_of_all = (batch - 1) * spacing + length
-        shape, strides = (rows_of_all, heads, dim), k.stride()[1:]
-        return Keys(k.as_strided(shape, strides), v.as_strided(shape, strides), length, spacing)
+    between, row, head, element = k.stride()
+    alike = not tracing.traced(k) and v.stride() == k.stride() and k.numel() > 0
+    if alike and element == 1 and row >= dim and between % row == 0:
+        spacing = between // row
+        if head == dim and row >= heads * dim:
+            shape, strides = ((batch - 1) * spacing + length, heads, dim), (row, dim, 1)
+            return Keys(
+                k.as_strided(shape, strides), v.as_strided(shape, strides), length, spacing
+            )
+        if head % row == 0:
+            apart = head // row
+            count = (batch - 1) * spacing + (heads - 1) * apart + length
+            k, v = (x.as_strided((count, 1, dim), (row, dim, 1)) for x in (k, v))
+            return Keys(k, v, length, spacing, apart, heads)
     return Keys(k.flatten(0, 1), v.flatten(0, 1), length, length)
 
 
@@ -167,7 +178,9 @@ def tileable(x: Tensor, row: int) -> bool:
     Traced programs use pointers: Inductor re-emits kernels without descriptors it did not make.
     """
     dim = x.shape[-1]
-    if tracing.traced(x) or dim != padded(dim) or x.dtype.itemsize != 2 or x.shape[0] == 0:
+    if tracing.traced(x) or dim != padded(dim) or x.dtype.itemsize != 2:
+        return False
+    if not 0 < x.shape[0] < 2**31:  # rows are int32 coordinates
         return False
     return row % 8 == 0 and (x.is_meta or x.data_ptr() % 16 == 0)
 
@@ -179,7 +192,7 @@ def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: 
     heads, dim = q.shape[1:]
     if heads == 0:
         return
-    heads_kv = keys.k.shape[1]
+    heads_kv = keys.heads or keys.k.shape[1]
     group = heads // heads_kv
     device = machine(q)
     packed = queries.offsets is not None
@@ -224,7 +237,7 @@ def _launch(
     q, q_row = rows(queries.q)
     (k, k_row), (v, v_row) = strided_k, strided_v
     tokens, (heads, dim) = q.shape[0], q.shape[1:]
-    heads_kv = k.shape[1]
+    heads_kv = keys.heads or k.shape[1]
     fresh = keys.fresh is not None
     (k_new, k_new_row), (v_new, v_new_row) = map(rows, keys.fresh or (k, v))
     packed = queries.offsets is not None
@@ -245,7 +258,7 @@ def _launch(
     tiled = numbers["TILES"] == 1
     tiles_of = (q8, q8, q8)
     if tiled:
-        wide = heads_kv * dim
+        wide = k.shape[1] * dim
         tiles_of = (
             TensorDescriptor(k, [k.shape[0], wide], [k_row, 1], [block_n, dim]),
             TensorDescriptor(v, [v.shape[0], wide], [v_row, 1], [block_n, dim]),
@@ -283,6 +296,7 @@ def _launch(
         queries.length,
         keys.length,
         keys.spacing,
+        keys.spacing_head,
         0 if keys.table is None else keys.table.shape[1],
         tiles,
         programs,
@@ -316,6 +330,7 @@ def _launch(
         BLOCK_D=block_d,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        HEADS_FIRST=keys.heads > 0,
         TILES=tiled,
         WAYS=WAYS,
         warps=numbers["warps"],
