@@ -1,5 +1,7 @@
 """Repeated calls launch what the launcher would, with the pointers of their own tensors."""
 
+import threading
+
 import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -34,8 +36,8 @@ def log(monkeypatch):
         rest = tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
         compiled = Compiled(kernel, found)
         compiled[grid](*args, *rest)
-        if launch._made is not None:
-            launch._made.append(launch.Made(compiled, grid, (*args, *rest)))
+        if launch.noted() is not None:
+            launch.noted().append(launch.Made(compiled, grid, (*args, *rest)))
 
     monkeypatch.setattr(launch, "_run", run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
@@ -121,6 +123,17 @@ def test_the_filled_part_of_a_cache_is_not_copied(log):
     for k in (cache, cache[:, :70], cache[1:, :70], shared, apart, apart[:, :70]):
         made = call(k, torch.empty_strided(k.shape, k.stride(), dtype=k.dtype))
         assert repeat.remember(run, infer(made), made) is not None
+
+
+def test_other_threads_are_not_noted():
+    found = []
+    with launch.noting() as made:
+        thread = threading.Thread(target=lambda: found.append(launch.noted()))
+        thread.start()
+        thread.join()
+        assert launch.noted() is made
+    assert found == [None]
+    assert launch.noted() is None
 
 
 def test_slices_are_found_by_their_offset():

@@ -17,6 +17,7 @@ Conventions of kernels, which make the key small and the graphs free of guards:
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -136,18 +137,29 @@ class Made(NamedTuple):
     args: tuple[Any, ...]
 
 
-_made: list[Made] | None = None
+class _Notes(threading.local):
+    """The launches of a thread that are noted; None where they are not."""
+
+    made: list[Made] | None = None
+
+
+_notes = _Notes()
 
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[Made]]:
-    """Note the eager launches that are made meanwhile (see `repeat.py`)."""
-    global _made
-    before, _made = _made, []
+    """Note the eager launches that this thread makes meanwhile (see `repeat.py`)."""
+    made: list[Made] = []
+    before, _notes.made = _notes.made, made
     try:
-        yield _made
+        yield made
     finally:
-        _made = before
+        _notes.made = before
+
+
+def noted() -> list[Made] | None:
+    """Where this thread's launches are noted, if they are."""
+    return _notes.made
 
 
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
@@ -226,5 +238,6 @@ def _run(
     else:
         compiled, rest = found
         compiled[grid](*args, *rest)
-    if _made is not None:
-        _made.append(Made(compiled, grid, (*args, *rest)))
+    made = noted()
+    if made is not None:
+        made.append(Made(compiled, grid, (*args, *rest)))
