@@ -226,11 +226,12 @@ def register(
             return validated(call, checked)[0]
         key, pointers = known
         repeat = repeats.found.get(key)
-        if repeat is not None:
+        if repeat:
             return repeat(pointers)
         if not repeats.wanted(key):
             return validated(call, checked)[0]
-        out, repeats.found[key] = validated(call, checked, remember=True)
+        out, repeat = validated(call, checked, remember=True)
+        repeats.found[key] = repeat or False
         return out
 
     def validated(call, checked, remember=False):

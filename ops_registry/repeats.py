@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,7 +44,8 @@ class Repeats:
     """The remembered calls of one operator."""
 
     def __init__(self) -> None:
-        self.found: dict[Any, Repeat | None] = {}
+        # None: seen once. False: what it does cannot be repeated.
+        self.found: dict[Any, Repeat | Literal[False] | None] = {}
 
     def key(self, call: Any) -> tuple[Any, list[int]] | None:
         """What decides a call, and its pointers; None for a call that is not to be remembered."""
@@ -67,9 +68,9 @@ class Repeats:
         return tuple(parts), pointers
 
     def wanted(self, key: Any) -> bool:
-        """Whether a call that is not remembered is worth it: it was seen before."""
+        """Whether to try to remember a call: it was seen before, and not tried."""
         if key in self.found:
-            return True
+            return self.found[key] is None
         if len(self.found) >= MOST:
             self.found.clear()
         self.found[key] = None

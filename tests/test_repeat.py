@@ -205,6 +205,8 @@ def test_what_is_not_remembered():
 def test_a_call_is_remembered_when_it_is_seen_again():
     found = repeats.Repeats()
     assert [found.wanted("a"), found.wanted("b"), found.wanted("a")] == [False, False, True]
+    found.found["b"] = False  # tried in vain: not again
+    assert not found.wanted("b")
     for key in range(repeats.MOST):
         found.wanted(key)
     assert len(found.found) <= repeats.MOST
