@@ -17,14 +17,14 @@ PACKAGES = "the example's packages are missing: pip install numpy gguf tokenizer
 for package in ("numpy", "gguf", "tokenizers", "tqdm"):
     pytest.importorskip(package, reason=PACKAGES)
 
-from export_examples import generate as cli  # noqa: E402
-from export_examples.smollm2 import devices, engine, native, weights  # noqa: E402
-from export_examples.smollm2.engine import PAGE_SIZE, Request  # noqa: E402
-from export_examples.smollm2.errors import DeviceError, ModelFileError  # noqa: E402
-from export_examples.smollm2.model import Llama  # noqa: E402
-from export_examples.smollm2.modes import MODES, EagerSteps, run_mode  # noqa: E402
-from export_examples.smollm2.pages import PageAllocator  # noqa: E402
-from export_examples.smollm2.tokenizer import TextStream, TextTokenizer  # noqa: E402
+from export_examples import generate as cli  # noqa: E402  after the skip
+from export_examples.smollm2 import devices, engine, native, weights  # noqa: E402  after the skip
+from export_examples.smollm2.engine import PAGE_SIZE, Request  # noqa: E402  after the skip
+from export_examples.smollm2.errors import DeviceError, ModelFileError  # noqa: E402  after the skip
+from export_examples.smollm2.model import Llama  # noqa: E402  after the skip
+from export_examples.smollm2.modes import MODES, EagerSteps, run_mode  # noqa: E402  after the skip
+from export_examples.smollm2.pages import PageAllocator  # noqa: E402  after the skip
+from export_examples.smollm2.tokenizer import TextStream, TextTokenizer  # noqa: E402  after the skip
 
 TINY = weights.Config(
     layers=2,

@@ -16,7 +16,7 @@ pytestmark = [SLOW, pytest.mark.model]
 
 
 @pytest.mark.parametrize("mode", mode_cases())
-def test_picks_agree_with_transformers(mode, checkpoint, reference, capsys):  # noqa: F811
+def test_picks_agree_with_transformers(mode, checkpoint, reference, capsys):  # noqa: F811  the fixtures
     check_picks(mode, "cuda", checkpoint, reference, capsys)
 
 
