@@ -140,6 +140,12 @@ GQA = ("gqa_dense_fwd", "gqa_varlen_fwd", "gqa_paged_fwd", "gqa_prefill_paged_fw
 GQA_AND_MHA = (*GQA, "mha_decode_paged_fwd")
 GRADIENTS = ("gqa_dense_bwd", "gqa_varlen_bwd")
 
+GRADIENT_ROWS = at_dims(
+    lambda dim: backward(f"b2-s2048-d{dim}", 2, 2048, heads(16, 8, dim), HEADLINE),
+    d64=known("dense-causal-bwd-b2-s8192-d64"),
+    d128=known("dense-causal-bwd-b4-s2048-d128", "dense-causal-bwd-b1-s8192-d128"),
+)
+
 TABLES = {
     "attention_wide": Table(
         GQA_AND_MHA,
@@ -212,21 +218,13 @@ TABLES = {
             "stages": (1, 2, 3),
         },
         {},
-        at_dims(
-            lambda dim: backward(f"b2-s2048-d{dim}", 2, 2048, heads(16, 8, dim), HEADLINE),
-            d64=known("dense-causal-bwd-b2-s8192-d64"),
-            d128=known("dense-causal-bwd-b4-s2048-d128", "dense-causal-bwd-b1-s8192-d128"),
-        ),
+        GRADIENT_ROWS,
     ),
     "attention_backward_queries": Table(
         GRADIENTS,
         {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3)},
         {},
-        at_dims(
-            lambda dim: backward(f"b2-s2048-d{dim}", 2, 2048, heads(16, 8, dim), HEADLINE),
-            d64=known("dense-causal-bwd-b2-s8192-d64"),
-            d128=known("dense-causal-bwd-b4-s2048-d128", "dense-causal-bwd-b1-s8192-d128"),
-        ),
+        GRADIENT_ROWS,
     ),
     "mla_decode": Table(
         ("mla_decode_fwd",),
