@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._higher_order_ops.triton_kernel_wrap import (
     kernel_side_table,
     triton_kernel_wrapper_functional,
@@ -153,6 +154,19 @@ def test_what_is_written_is_known(case):
     names = [n for n, x in case.call(9)._asdict().items() if torch.is_tensor(x)]
     written = {names[index] for index in traced(case, 9).seen.written}
     assert written == set(case.contract.mutated)
+
+
+@every_case
+def test_what_is_written_is_found_out_once(case, monkeypatch):
+    """Reading a kernel takes torch 0.2 s, several times a launch: minutes for a whole model."""
+    written = traced(case, 9).seen.written
+
+    def read_again(kernel, *_):
+        raise AssertionError(f"{kernel} is read again")
+
+    monkeypatch.setattr(triton_kernel_wrap, "generate_ttir", read_again)
+    again = checks.recorded(case.contract.op, through_triton(case).call(9), case.dynamic, seen)
+    assert again.seen.written == written
 
 
 @every_case

@@ -199,6 +199,7 @@ def launch(
     if tracing.traced(first):
         extents = tuple(g if isinstance(g, int) else larger(g, 1) for g in grid)
         if 0 not in extents:
+            tracing.remember_what_is_written(kernel)
             torch.library.wrap_triton(kernel)[extents](
                 *args, **constexprs, num_warps=warps, num_stages=stages
             )
