@@ -74,8 +74,11 @@ def check(job: Job, call: Any, stale: bool) -> None:
     found = zip(actual, twins.twin(reference), draws.tolerances(job.op, key), strict=True)
     for index, (a, e, tolerance) in enumerate(found):
         if tolerance is not None:
-            unclean = job.op == "fp8_lightning_indexer" and not key["clean_logits"]
-            a = a.masked_fill(e == -torch.inf, -torch.inf) if unclean else a
+            if job.op == "fp8_lightning_indexer":
+                a = a if key["clean_logits"] else a.masked_fill(e == -torch.inf, -torch.inf)
+                # Weights of both signs cancel: a handful of logits has no size of its own.
+                few = e.isfinite().sum() < 16
+                tolerance = tolerance._replace(rel_l2=None) if few else tolerance
             unit = 1.0 if tolerance == EXACT else size_of(e)
             checks.assert_close(a, e, tolerance, f"output {index}", unit)
 

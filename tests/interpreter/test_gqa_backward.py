@@ -203,21 +203,28 @@ def test_few_keys_and_many_queries(name, monkeypatch):
     assert (dq[70:] == 0).all()
 
 
+@pytest.mark.parametrize("rope", [None, (None, "neox")])
 @pytest.mark.parametrize("name", WAYS)
-def test_padding_and_neighbours_do_not_leak(name, monkeypatch):
-    """Tokens past the last offsets hold NaN, get no gradient and give none."""
-    found = Inputs((9, 0, 21), (12, 4, 21), 6, 2, 16, sinks=torch.randn(6))
+def test_padding_and_neighbours_do_not_leak(name, rope, monkeypatch):
+    """Tokens past the last offsets hold NaN, get no gradient and give none.
+
+    They are more than the longest request has, and tables past it hold NaN too.
+    """
+    found = Inputs((9, 0, 21), (12, 4, 21), 6, 2, 16, sinks=torch.randn(6), rope=rope)
+    for table in ("rope_cos", "rope_sin") if rope else ():
+        found.rope[table][21:] = NAN
+    extra = 25
 
     def padded(x, axis=0):
-        shape = [7 if i == axis else n for i, n in enumerate(x.shape)]
+        shape = [extra if i == axis else n for i, n in enumerate(x.shape)]
         return torch.cat([x, x.new_full(shape, NAN)], axis)
 
     names = ("q", "k", "v", "o", "do")
     changed = {n: padded(getattr(found, n)) for n in names} | {"lse": padded(found.lse, 1)}
     with way(name, monkeypatch):
         *grads, dsinks = found.packed(**changed)
-    found.check([*(g[:-7] for g in grads), dsinks])
-    assert all((g[-7:] == 0).all() for g in grads)
+    found.check([*(g[:-extra] for g in grads), dsinks])
+    assert all((g[-extra:] == 0).all() for g in grads)
 
 
 def test_sinks_at_the_extremes(monkeypatch):

@@ -194,7 +194,8 @@ def finish_kernel(
         position = row // GROUP
         if QUERIES:
             position += count_other - count
-        turned = live & (position >= 0) & (position < table_rows)
+        # Rows without another side are zero, and those past the offsets have no position.
+        turned = live & (position >= 0) & (position < table_rows) & (count_other > 0)
         turned = turned[:, None] & (column < ROTARY)[None, :]
         if SPREAD:
             spot = spread_spot(lane[:, None], partner[None, :], BLOCK_M, BLOCK_D, WARPS)
