@@ -146,8 +146,9 @@ def _remembering(analyse: Callable[..., Any]) -> Callable[..., Any]:
 
 def _seen_by_analysis(x: Any) -> tuple[Any, ...]:
     """What of an argument the analysis can see: the types of tensors, the values of constants."""
-    if hasattr(x, "dtype") and hasattr(x, "device"):  # a tensor, or Inductor's box of one
-        return "tensor", x.dtype
+    dtype = getattr(x, "dtype", None)
+    if isinstance(dtype, torch.dtype):  # a tensor, or Inductor's box of one
+        return "tensor", dtype
     if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) or hasattr(x, "free_symbols"):
         return ("symbol",)
     return type(x), x
