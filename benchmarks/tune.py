@@ -261,7 +261,13 @@ TABLES = {
     ),
     "nsa_compressed": Table(
         ("nsa_compressed_fwd",),
-        {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64), "warps": (4, 8), "stages": (1, 2, 3)},
+        {
+            "BLOCK_M": (32, 64, 128),
+            "BLOCK_N": (32, 64),
+            "warps": (4, 8),
+            "stages": (1, 2),
+            "registers": (None, 96, 128),
+        },
         {},
         nsa_rows(0, "nsa-compressed-d64-4x8k", "nsa-compressed-8x1k", "nsa-compressed-27b-8x4k"),
     ),
@@ -279,6 +285,7 @@ TABLES = {
             "TOKENS": (2, 4, 8),
             "warps": (4, 8),
             "stages": (1, 2, 3),
+            "registers": (None, 128, 168),
         },
         {},
         nsa_rows(2, "nsa-sparse-d64-4x8k", "nsa-sparse-8x1k", "nsa-sparse-27b-8x4k"),
