@@ -39,6 +39,13 @@ TURN_S = 0.015  # of one contestant's samples before the next one's turn
 FEWEST_TURNS, MOST_TURNS = 3, 40
 # Contestants that compile for seconds per row and keep it on disk, and their share of processes.
 COMPILING = {OURS: 1, "tileops": 2, "flex": 1}
+# Bytecode too: packages are installed with it, but not into a folder that nobody may write.
+CACHES = (
+    "TRITON_CACHE_DIR",
+    "TILELANG_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTHONPYCACHEPREFIX",
+)
 
 
 def tell(words: str) -> None:
@@ -224,8 +231,8 @@ def first_calls(rows: Sequence[Row], contestants: Contestants, jobs: int) -> dic
     def first(row: Row) -> tuple[str, float | None]:
         replies = []
         with tempfile.TemporaryDirectory() as folder:
-            names = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-            caches = {n: str(Path(folder) / n.lower()) for n in names}
+            caches = {name: str(Path(folder) / name.lower()) for name in CACHES}
+            caches["PYTHONDONTWRITEBYTECODE"] = ""
             for _ in range(2):
                 process = contestants.fresh(OURS, caches)
                 replies.append(process.ask(about(row, OURS, "first"), PREPARE_S))

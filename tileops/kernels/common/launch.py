@@ -28,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_registry import tracing
 from tileops.kernels.common.machine import Machine, machine_of
+from tileops.kernels.common.triton_key import keep_key
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
@@ -229,6 +230,7 @@ def _run(
     key = (kernel, device, options, *constexprs.values(), *map(_type_of, args))
     found = _compiled.get(key)
     if found is None:
+        keep_key()
         warps, stages, registers = options
         named = {"num_warps": warps, "num_stages": stages}
         if registers is not None and not torch.version.hip:

@@ -1,0 +1,59 @@
+"""Triton's key of itself, kept between processes.
+
+Before the first kernel of a process Triton reads and hashes its own library of some hundred
+megabytes, 0.4 s, even if every kernel is in its cache. Here the names, sizes and times of its
+files stand for what is in them, as they do for Python's bytecode, and the key that was computed
+for them lies in Triton's cache folder.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import triton
+import triton.runtime.cache
+
+
+@functools.cache
+def keep_key() -> None:
+    """Let Triton look its key up; without the place where it asks for one, nothing changes."""
+    compute = getattr(triton.runtime.cache, "triton_key", None)
+    if compute is not None and Path(triton.__file__).parent.is_dir():
+        triton.runtime.cache.triton_key = functools.cache(lambda: kept(compute))
+
+
+def kept(compute: Callable[[], str]) -> str:
+    """The key of the installed files, from the cache folder or put there."""
+    folder = Path(triton.knobs.cache.dir)
+    path = folder / f"tileops-triton-key-{fingerprint(Path(triton.__file__).parent)}"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        key = path.read_text()
+        if key.startswith(triton.__version__):
+            return key
+    key = compute()
+    with contextlib.suppress(OSError):  # a folder that cannot be written: hashed again next time
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder)
+        with os.fdopen(handle, "w") as file:
+            file.write(key)
+        os.replace(name, path)  # another process sees the whole key or none
+    return key
+
+
+def fingerprint(package: Path) -> str:
+    """Of the names, sizes and times of a package's files."""
+    found = hashlib.sha256()
+    for folder, folders, names in os.walk(package):
+        folders.sort()
+        if "__pycache__" in folders:
+            folders.remove("__pycache__")
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            with contextlib.suppress(OSError):  # a link to nothing
+                stat = os.stat(path)
+                found.update(f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return found.hexdigest()[:40]
