@@ -171,7 +171,13 @@ TABLES = {
     ),
     "attention_narrow": Table(
         GQA_AND_MHA,
-        {"BLOCK_M": (64,), "BLOCK_N": (32, 64, 128), "warps": (2, 4, 8), "stages": (2, 3, 4)},
+        {
+            "BLOCK_M": (64,),
+            "BLOCK_N": (32, 64, 128),
+            "warps": (2, 4, 8),
+            "stages": (2, 3, 4),
+            "HOISTED": (0, 1),
+        },
         {"programs": (1, 2, 3, 4)},
         at_dims(
             lambda dim: dense(f"decode-d{dim}", 32, 1, 4096, heads(32, 8, dim), HEADLINE),

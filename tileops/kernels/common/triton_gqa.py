@@ -332,6 +332,7 @@ def _launch(
         BLOCK_N=block_n,
         HEADS_FIRST=keys.heads > 0,
         TILES=tiled,
+        HOISTED=numbers.get("HOISTED") or 0,
         WAYS=WAYS,
         warps=numbers["warps"],
         stages=numbers["stages"],
