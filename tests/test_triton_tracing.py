@@ -4,6 +4,7 @@ The graph has the kernels in it, with symbolic grids, and knows what each of the
 records no guard beyond those of `infer_*`; and another size gives the same graph.
 """
 
+import functools
 import operator
 from typing import Any, NamedTuple
 
@@ -172,3 +173,37 @@ def test_what_is_written_is_found_out_once(case, monkeypatch):
 @every_case
 def test_another_size_gives_the_same_graph(case):
     assert traced(case, 9).seen.kernels == traced(case, 34).seen.kernels
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_cache_is_read_as_it_lies(heads_first, dynamic):
+    """The filled part of a cache, of a fixed or a dynamic size, is not copied in a graph."""
+
+    class Step(NamedTuple):
+        q: torch.Tensor
+        k_cache: torch.Tensor
+        v_cache: torch.Tensor
+
+    def attend(target, q, *caches):
+        if heads_first:
+            caches = [x.transpose(1, 2) for x in caches]
+        k, v = (x[:, : x.shape[1] - q.shape[1]] for x in caches)
+        return torch.ops.tileops.gqa_dense_fwd(q, k, v, target=target)
+
+    def keys_and_targets(graph):
+        found = [n for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
+        keys = [origin(n.kwargs["kwargs"]["k"]).op for n in found if "k" in n.kwargs["kwargs"]]
+        return keys, {n.target for n in graph.nodes}
+
+    shape = (3, 2, 40, 32) if heads_first else (3, 40, 2, 32)
+    step = Step(*(torch.randn(s).half() for s in ((3, 5, 4, 32), shape, shape)))
+    axes = (0, 2 if heads_first else 1) if dynamic else (0,)
+    marked = {"q": (0, 1), "k_cache": axes, "v_cache": axes}
+    whole, found = (
+        checks.recorded(functools.partial(attend, target), step, marked, keys_and_targets)
+        for target in ("", triton_target.TARGET)
+    )
+    keys, targets = found.seen
+    assert keys and set(keys) == {"placeholder"} and torch.ops.aten.clone.default not in targets
+    assert found.guards <= whole.guards, f"extra guards {found.guards - whole.guards}"

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_registry import tracing
@@ -46,7 +47,9 @@ class Keys(NamedTuple):
     Packed k, v [T_kv, H_kv, D] behind offsets; or dense, `length` each, that begin `spacing` rows
     apart; or pools [N_kv, H_kv, D] of pages of `page` rows behind table [B, W], lengths [B] of
     them used.
-    heads: H_kv, where dense k, v [rows, 1, D] hold one head after another, `spacing_head` apart.
+    heads, row: of dense k and v that are read as they lie, whatever their shape says: H_kv heads
+        in rows `row` elements apart. apart: those of a head, which begin `spacing_head` rows from
+        those of the one before.
     appended: lengths do not count the tokens of q.
     fresh: the keys and values of q's tokens, packed like q, where the pool's are not to be used.
     """
@@ -57,6 +60,8 @@ class Keys(NamedTuple):
     spacing: Any = 0
     spacing_head: Any = 0
     heads: int = 0
+    row: int = 0
+    apart: bool = False
     offsets: Tensor | None = None
     page: int = 0
     table: Tensor | None = None
@@ -66,27 +71,27 @@ class Keys(NamedTuple):
 
 
 def dense_keys(k: Tensor, v: Tensor) -> Keys:
-    """Dense k, v [B, S_kv, H_kv, D], in eager as they lie where rows are evenly spaced.
+    """Dense k, v [B, S_kv, H_kv, D], as they lie where their rows are evenly spaced.
 
     So the filled part of a longer cache, cache[:, :S_kv], is not copied, nor is a view of a cache
-    [B, H_kv, S, D].
+    [B, H_kv, S, D]. A traced program has to know the spacing without a guard.
     """
     batch, length, heads, dim = k.shape
     between, row, head, element = k.stride()
-    alike = not tracing.traced(k) and v.stride() == k.stride() and k.numel() > 0
-    if alike and element == 1 and row >= dim and between % row == 0:
-        spacing = between // row
-        if head == dim and row >= heads * dim:
-            shape, strides = ((batch - 1) * spacing + length, heads, dim), (row, dim, 1)
-            return Keys(
-                k.as_strided(shape, strides), v.as_strided(shape, strides), length, spacing
-            )
-        if head % row == 0:
-            apart = head // row
-            count = (batch - 1) * spacing + (heads - 1) * apart + length
-            k, v = (x.as_strided((count, 1, dim), (row, dim, 1)) for x in (k, v))
-            return Keys(k, v, length, spacing, apart, heads)
-    return Keys(k.flatten(0, 1), v.flatten(0, 1), length, length)
+    traced = tracing.traced(k)
+    true = statically_known_true if traced else bool
+    even = isinstance(row, int) and row >= dim and (traced or k.numel() > 0)
+    even = even and all(true(a == b) for a, b in zip(k.stride(), v.stride(), strict=True))
+    even = even and true(element == 1) and true(between % row == 0)
+    apart = not (true(head == dim) and row >= heads * dim)
+    if not even or (apart and not true(head % row == 0)):
+        return Keys(k.flatten(0, 1), v.flatten(0, 1), length, length)
+    spacing, spacing_head = between // row, head // row if apart else 0
+    if not traced:  # tensor descriptors ask for the rows there are
+        count = (batch - 1) * spacing + (heads - 1) * spacing_head + length
+        shape = count, 1 if apart else heads, dim
+        k, v = (x.as_strided(shape, (row, dim, 1)) for x in (k, v))
+    return Keys(k, v, length, spacing, spacing_head, heads, row, apart)
 
 
 class Scores(NamedTuple):
@@ -196,7 +201,7 @@ def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: 
     group = heads // heads_kv
     device = machine(q)
     packed = queries.offsets is not None
-    k, v = rows(keys.k), rows(keys.v)
+    k, v = ((x, keys.row) if keys.row else rows(x) for x in (keys.k, keys.v))
     wide = numbers_for("wide", device, dim, group)
     fits = wide["BLOCK_M"] % group == 0 and keys.page % wide["BLOCK_N"] == 0 and not scores.rotary
     if not (fits and tileable(*k) and tileable(*v) and tileable(o, heads * dim)):
@@ -239,7 +244,9 @@ def _launch(
     tokens, (heads, dim) = q.shape[0], q.shape[1:]
     heads_kv = keys.heads or k.shape[1]
     fresh = keys.fresh is not None
-    (k_new, k_new_row), (v_new, v_new_row) = map(rows, keys.fresh or (k, v))
+    (k_new, k_new_row), (v_new, v_new_row) = strided_k, strided_v
+    if keys.fresh is not None:
+        (k_new, k_new_row), (v_new, v_new_row) = map(rows, keys.fresh)
     packed = queries.offsets is not None
     block_d = padded(dim)
     # [splits, tokens, H, D] and [splits, tokens, H], next to nothing with one split; flat, and
@@ -330,7 +337,7 @@ def _launch(
         BLOCK_D=block_d,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        HEADS_FIRST=keys.heads > 0,
+        HEADS_FIRST=keys.apart,
         TILES=tiled,
         HOISTED=numbers.get("HOISTED") or 0,
         WAYS=WAYS,
