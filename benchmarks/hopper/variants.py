@@ -25,3 +25,12 @@ VARIANTS = {
     "d128_full": dict(D128, causal=False, trim=2),
     "d128_fp16": dict(D128, dtype="float16", dynamic=True, trim=2),
 }
+
+# By Triton 3.6, whose compiler specialises the warps of `specialised.py`.
+SPECIALISED = {
+    "triton_d128": {"head_dim": 128, "group": 4, "tiles": (128, 128, 2)},
+    "triton_d128n64": {"head_dim": 128, "group": 4, "tiles": (128, 64, 3)},
+    "triton_d128_full": {"head_dim": 128, "group": 4, "tiles": (128, 128, 2), "causal": False},
+    "triton_d64": {"head_dim": 64, "group": 8, "tiles": (128, 128, 2)},
+    "triton_d64n64": {"head_dim": 64, "group": 8, "tiles": (128, 64, 3)},
+}
