@@ -138,7 +138,12 @@ def _remembering(analyse: Callable[..., Any]) -> Callable[..., Any]:
         arguments = tuple((name, *_seen_by_analysis(x)) for name, x in given.items())
         key = code, arguments, repr(descriptors)
         if key not in known:
-            known[key] = analyse(kernel, kwargs, descriptors)
+            found = analyse(kernel, kwargs, descriptors)
+            accesses = getattr(found, "read_writes", None)  # since torch 2.13
+            written = found if accesses is None else accesses.writes
+            if len(written) == sum(kind == "tensor" for _, kind, *_ in arguments):
+                return found  # what torch says of a kernel that it could not read, too
+            known[key] = found
         return copy.deepcopy(known[key])
 
     return remembered

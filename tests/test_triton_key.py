@@ -1,6 +1,7 @@
 """Triton's key of itself, kept between processes."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,22 @@ def test_what_is_no_key_is_replaced(folder, left):
     assert path.read_text() == KEY
 
 
+def test_a_key_that_cannot_be_put_there_leaves_nothing(folder, monkeypatch):
+    def refused(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "replace", refused)
+    assert triton_key.kept(lambda: KEY) == KEY
+    assert not list(folder.iterdir())
+
+
+def test_other_users_may_read_it(folder):
+    triton_key.kept(lambda: KEY)
+    (path,) = folder.iterdir()
+    (folder / "plain").write_text("")
+    assert path.stat().st_mode == (folder / "plain").stat().st_mode
+
+
 def test_a_folder_that_cannot_be_written_costs_only_the_time(folder):
     folder.write_text("a file")
     assert triton_key.kept(lambda: KEY) == KEY
@@ -47,6 +64,10 @@ def test_a_changed_file_changes_the_key_of_files(tmp_path):
     library = package / "inner" / "library.so"
     library.write_bytes(b"old")
     (package / "dangling").symlink_to("nothing")
+    outside = tmp_path / "third_party"
+    outside.mkdir()
+    (package / "linked").symlink_to(outside)
+    (outside / "back").symlink_to(package)
     seen = {triton_key.fingerprint(package)}
     library.write_bytes(b"new")
     os.utime(library, ns=(1, 1))
@@ -56,7 +77,9 @@ def test_a_changed_file_changes_the_key_of_files(tmp_path):
     seen.add(triton_key.fingerprint(package))
     (package / "more.py").write_text("")
     seen.add(triton_key.fingerprint(package))
-    assert len(seen) == 3
+    (outside / "compiler.py").write_text("")
+    seen.add(triton_key.fingerprint(package))
+    assert len(seen) == 4
 
 
 def test_triton_asks_for_the_kept_key(folder, monkeypatch):

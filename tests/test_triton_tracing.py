@@ -16,6 +16,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
     triton_kernel_wrapper_functional,
 )
 
+from ops_registry import tracing
 from tests import checks, triton_target
 from tests.triton_target import through_triton, triton_cases
 
@@ -168,6 +169,15 @@ def test_what_is_written_is_found_out_once(case, monkeypatch):
     monkeypatch.setattr(triton_kernel_wrap, "generate_ttir", read_again)
     again = checks.recorded(case.contract.op, through_triton(case).call(9), case.dynamic, seen)
     assert again.seen.written == written
+
+
+def test_what_torch_could_not_read_is_not_remembered(monkeypatch):
+    """It says that every tensor is written then, for this launch and not for the next one."""
+    kernel, answers = object(), iter([["x", "y"], ["y"]])
+    monkeypatch.setattr(tracing, "_REMEMBERED", {kernel})
+    written = tracing._remembering(lambda *_: next(answers))
+    launch = {"x": torch.ones(1), "y": torch.ones(1), "n": 3}
+    assert [written(kernel, launch, {}) for _ in range(3)] == [["x", "y"], ["y"], ["y"]]
 
 
 @every_case

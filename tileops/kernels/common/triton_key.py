@@ -37,17 +37,21 @@ def kept(compute: Callable[[], str]) -> str:
     key = compute()
     with contextlib.suppress(OSError):  # a folder that cannot be written: hashed again next time
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "w") as file:
-            file.write(key)
-        os.replace(name, path)  # another process sees the whole key or none
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            new = Path(own) / path.name
+            new.write_text(key)
+            new.replace(path)  # another process sees the whole key or none
     return key
 
 
 def fingerprint(package: Path) -> str:
     """Of the names, sizes and times of a package's files."""
-    found = hashlib.sha256()
-    for folder, folders, names in os.walk(package):
+    found, seen = hashlib.sha256(), set()
+    for folder, folders, names in os.walk(package, followlinks=True):  # as installed for editing
+        if os.path.realpath(folder) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(folder))
         folders.sort()
         if "__pycache__" in folders:
             folders.remove("__pycache__")
