@@ -31,10 +31,9 @@ def make(
     turns=True,
     slack=8.0,
     poly=0,
-    trim=0,
+    trim=False,
     dynamic=False,
     anchor=True,
-    stale=False,  # experiment: a tile's first block alone sets the reference of the exponentials
     consumer_regs=None,
     producer_regs=None,
 ):
@@ -45,7 +44,7 @@ def make(
     ceil(S_q / (64 consumers)), tiles B * H times as many. Batch, heads and lengths are known at
     run time.
     """
-    # per-thread registers of 504 (2 + 1 groups), 512 (3 + 1) and 500 (4 + 1) a quarter of a core
+    # per-thread registers of 504 (2 + 1 groups), 512 (3 + 1) and 480 (4 + 1) a quarter of a core
     consumer_regs = consumer_regs or {2: 232, 3: 160, 4: 112}[consumers]
     producer_regs = producer_regs or {2: 40, 3: 32, 4: 32}[consumers]
     if trim and block_n % 32:
@@ -184,7 +183,7 @@ def make(
     ):  # fmt: skip
         """One step of a group: scores of key block n (its first `columns` keys), values of the
         block before, weights of n while the values product runs."""
-        if trim == 2:
+        if trim:
             for e in T.unroll(S_REGS):
                 acc_s[e] = 0  # nothing of the step before lives on: bodies of two widths meet here
         else:
@@ -232,34 +231,11 @@ def make(
                     acc_s.data,
                     SK - 1 - n * BN - 2 * (tx % 4),
                 )
-        if stale:
-            moved[0] = False
-            if n == 0:
-                T.call_extern(
-                    "void", f"attn::row_max<{columns // 2}>", acc_s.data, m.data, top.data
-                )
-                moved[0] = T.call_extern(
-                    "bool",
-                    "attn::move_reference",
-                    m.data,
-                    top.data,
-                    total.data,
-                    alpha.data,
-                    scale,
-                    T.float32(slack),
-                )
-        else:
-            T.call_extern("void", f"attn::row_max<{columns // 2}>", acc_s.data, m.data, top.data)
-            moved[0] = T.call_extern(
-                "bool",
-                "attn::move_reference",
-                m.data,
-                top.data,
-                total.data,
-                alpha.data,
-                scale,
-                T.float32(slack),
-            )
+        T.call_extern("void", f"attn::row_max<{columns // 2}>", acc_s.data, m.data, top.data)
+        moved[0] = T.call_extern(
+            "bool", "attn::move_reference", m.data, top.data, total.data, alpha.data, scale,
+            T.float32(slack),
+        )  # fmt: skip
         T.call_extern(
             "void", f"attn::weights<{columns // 2}, {poly}>", acc_s.data, m.data, total.data, scale
         )
@@ -274,22 +250,10 @@ def make(
         if n == 0:
             if i > 0:
                 store_tile(
-                    q_s,
-                    o,
-                    lse,
-                    acc_o,
-                    out,
-                    (i - 1) % 2,
-                    tile_old if dynamic else cta + (i - 1) * ctas,
-                    n_m,
-                    m_old,
-                    total_old,
-                    alpha,
-                    row_lse,
-                    scale,
-                    wg,
-                    row,
-                )
+                    q_s, o, lse, acc_o, out, (i - 1) % 2,
+                    tile_old if dynamic else cta + (i - 1) * ctas, n_m, m_old, total_old, alpha,
+                    row_lse, scale, wg, row,
+                )  # fmt: skip
                 pending[0] = (i - 1) % 2
         else:
             if moved[0]:
@@ -480,7 +444,7 @@ def make(
                         if turns:
                             T.sync_threads(1 + wg, 256)
                         q_at = slot * (Q_TILE // 16) + wg * 512
-                        if trim == 2:
+                        if trim:
                             half = seen <= n * BN + BN // 2
                             if half:
                                 advance(
@@ -499,8 +463,6 @@ def make(
                                     first_last, wg, row, tx,
                                 )  # fmt: skip
                         else:
-                            if trim == 1:
-                                half = seen <= n * BN + BN // 2
                             advance(
                                 BN, q_s, o, lse, q_free, k_free, v_full, v_free, q_desc, k_desc,
                                 v_desc, acc_s, acc_o, p, out, m, total, top, alpha, m_old,
@@ -526,22 +488,10 @@ def make(
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
                     store_tile(
-                        q_s,
-                        o,
-                        lse,
-                        acc_o,
-                        out,
-                        (count - 1) % 2,
-                        tile_old if dynamic else cta + (count - 1) * ctas,
-                        n_m,
-                        m,
-                        total,
-                        alpha,
-                        row_lse,
-                        scale,
-                        wg,
-                        row,
-                    )
+                        q_s, o, lse, acc_o, out, (count - 1) % 2,
+                        tile_old if dynamic else cta + (count - 1) * ctas, n_m, m, total, alpha,
+                        row_lse, scale, wg, row,
+                    )  # fmt: skip
                     if T.shuffle_elect(128):
                         T.tma_store_wait(0)
 
