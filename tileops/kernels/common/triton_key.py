@@ -22,7 +22,7 @@ import triton.runtime.cache
 def keep_key() -> None:
     """Let Triton look its key up; without the place where it asks for one, nothing changes."""
     compute = getattr(triton.runtime.cache, "triton_key", None)
-    if compute is not None and Path(triton.__file__).parent.is_dir():
+    if compute is not None:
         triton.runtime.cache.triton_key = functools.cache(lambda: kept(compute))
 
 
