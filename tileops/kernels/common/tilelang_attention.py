@@ -1,0 +1,693 @@
+"""Grouped-query attention for sm_90a in TileLang: one warp copies, groups of warps multiply.
+
+A persistent program takes tiles (rows of one request and one or several heads of one KV head)
+from a counter. Its producer warp finds them and requests their rows from the copy engine; two or
+three consumer groups of 64 rows each run the products of one block of keys while the exponentials
+of another are computed. The design and what each part brought: `docs/design/hopper-log.md`.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout as swizzled
+
+from tileops.kernels.common.tilelang_rows import SOURCE
+
+PASSES = {
+    "tl.disable_warp_specialized": True,
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_shared_memory_reuse": True,
+    "tl.disable_buffer_init_check": True,
+    "tl.disable_safe_memory_legalize": True,
+}
+SWIZZLE_128B = 1
+FOREVER = 2**30
+PANEL = 64  # columns of a shared-memory panel: 128 bytes
+F32 = "float32"
+# Consumer groups -> registers of a thread, in them and in the producer: together at most the
+# 65,536 of a multiprocessor. With fewer the producer spills.
+REGISTERS = {2: (232, 40), 3: (160, 32)}
+# What `equal_tile` and `packed_tile` write of a tile.
+ROW, LIVE, HEAD, REQUEST, SHIFT, LENGTH, FIRST, BLOCKS, KEYS, NUMBERS = range(10)
+LINES = 3  # tiles that are known
+LEAD = 3  # blocks before the end of a tile's copies the next one is asked for
+
+
+def make(
+    *,
+    layout: str,
+    dtype: str,
+    head_dim: int,
+    group: int,
+    packed_heads: int = 1,
+    page: int = 0,
+    appended: bool = False,
+    left: bool = False,
+    right: bool = True,
+    causal: bool = True,
+    softcap: bool = False,
+    sinks: bool = False,
+    has_lse: bool = True,
+    block_n: int = 128,
+    consumers: int = 2,
+    stages: int = 2,
+    trim: bool = False,
+    slack: float = 8.0,
+) -> Any:
+    """The kernel of (q, k, v, o, lse, offsets, lengths, table, sinks, counter, scale, cap, left,
+    right, requests, blocks, tiles, section, CTAs).
+
+    layout: "dense": q, o [B, S_q, H, D]; k, v [B, S_kv, H_kv, D]; lse [B, H, S_q].
+        "packed": q, o [T_q, H, D]; k, v [T_kv, H_kv, D]; lse [H, T_q]; request b has the queries
+        offsets[b] to offsets[b + 1] and the keys lengths[b] to lengths[b + 1]. "paged": k, v are
+        pools [N_kv, H_kv, D] behind table [B, W]; lengths [B] keys, the queries of an `appended`
+        request not counted. Other metadata: any tensor of its dtype.
+    group: H / H_kv. packed_heads: query heads of one KV head in a tile (not dense).
+    left, right: whether that window applies, of `left` and `right` keys; causal: right is 0.
+    counter [1] int32: zero before a launch, and after it.
+    scale: log2(e) / sqrt(D), or the cap times log2(e) with softcap, where cap is
+        2 log2(e) / (sqrt(D) cap). sinks [H] float32, natural logits.
+    requests: B. dense: blocks of ceil(S_q / (64 consumers)) rows, B * H times as many tiles, in
+        sections of so many of the B * H heads. CTAs: programs that share the tiles.
+    slack: how many log2 units a row may grow before its reference moves.
+    """
+    consumer_regs, producer_regs = REGISTERS[consumers]
+    D, G, BN, NW, ST, P = head_dim, group, block_n, consumers, stages, packed_heads
+    BM = 64 * NW
+    PER = BM // P  # tokens of a tile
+    RUN = min(PER, 64)  # rows of one head in a group
+    DENSE, PAGED = layout == "dense", layout == "paged"
+    S_REGS, O_REGS = BN // 2, D // 2
+    BF16 = "true" if dtype == "bfloat16" else "false"
+    KIND = "bf16" if dtype == "bfloat16" else "fp16"
+    Q_PANEL, KV_PANEL = BM * 128, BN * 128  # bytes
+    Q_TILE, KV_TILE = BM * D * 2, BN * D * 2
+    PAGE = page or BN
+    PIECE = min(BN, PAGE)  # rows of one copy from a pool
+    B, SQ, SK, TQ, TK, H, HK, W = (
+        T.dynamic(n)
+        for n in ("batch", "seq_q", "seq_kv", "rows_q", "rows_kv", "heads", "heads_kv", "width")
+    )
+    NO, NL, NT, NS = (T.dynamic(n) for n in ("offsets_size", "lengths_size", "tables", "sinks_size"))
+    Q_SHAPE, KV_SHAPE, LSE_SHAPE = (
+        ((B, SQ, H, D), (B, SK, HK, D), (B * H, SQ)) if DENSE else ((TQ, H, D), (TK, HK, D), (H, TQ))
+    )
+    THREADS = 128 * (NW + 1)
+    FLAGS = f"{PER}, {BN}, {str(left).lower()}, {str(right).lower()}"
+
+    @T.macro
+    def plan(tile_s, line, number, state, offsets, lengths, requests, blocks, tiles, section,
+             w_left, w_right, more):  # fmt: skip
+        """The tile of that number into a line of tile_s; whether there is one."""
+        if DENSE:
+            more[0] = T.call_extern(
+                "bool", f"attn::equal_tile<{FLAGS}>", T.access_ptr(tile_s[line, 0], "rw"), number,
+                tiles, blocks, section, H, SQ, SK, w_left, w_right,
+            )  # fmt: skip
+        else:
+            more[0] = T.call_extern(
+                "bool",
+                f"attn::packed_tile<{FLAGS}, {str(PAGED).lower()}, {str(appended).lower()}>",
+                T.access_ptr(tile_s[line, 0], "rw"), number, state.data,
+                T.access_ptr(offsets[0], "r"), T.access_ptr(lengths[0], "r"), requests,
+                T.truncdiv(H, P), w_left, w_right,
+            )  # fmt: skip
+
+    @T.macro
+    def load_keys(x, x_s, full, slot, row, b, h, n):
+        """Block n of the keys (or values) of a KV head. row: its first row, of a pool that of
+        the lane's page."""
+        if DENSE:
+            T.tma_copy(x[b, n * BN : (n + 1) * BN, h, :], x_s[slot, :, :], barrier=full[slot])
+        elif PAGED:
+            for i in T.unroll(BN // PIECE, explicit=True):
+                at = T.shfl_sync(row, i)
+                for c in T.unroll(D // PANEL, explicit=True):
+                    T.tma_copy(
+                        x[at : at + PIECE, h, c * PANEL : (c + 1) * PANEL],
+                        x_s[slot, i * PIECE : (i + 1) * PIECE, c * PANEL : (c + 1) * PANEL],
+                        barrier=full[slot],
+                    )
+        else:
+            T.tma_copy(x[row : row + BN, h, :], x_s[slot, :, :], barrier=full[slot])
+        if T.shuffle_elect(32):
+            T.mbarrier_arrive(full[slot])
+
+    @T.macro
+    def load_queries(q, q_s, full, slot, row, b, h):
+        """Rows of a tile: of `packed_heads` heads from h, one after the other."""
+        if DENSE:
+            T.tma_copy(q[b, row : row + BM, h, :], q_s[slot, :, :], barrier=full[slot])
+        elif P == 1:
+            T.tma_copy(q[row : row + BM, h, :], q_s[slot, :, :], barrier=full[slot])
+        else:
+            for g in T.unroll(P, explicit=True):
+                for c in T.unroll(D // PANEL, explicit=True):
+                    T.tma_copy(
+                        q[row : row + PER, h * P + g, c * PANEL : (c + 1) * PANEL],
+                        q_s[slot, g * PER : (g + 1) * PER, c * PANEL : (c + 1) * PANEL],
+                        barrier=full[slot],
+                    )
+        if T.shuffle_elect(32):
+            T.mbarrier_arrive(full[slot])
+
+    @T.macro
+    def score_product(q_desc, k_desc, acc, q_at, k_at, columns):
+        """acc[64, columns] = q k^T, one group; q_at, k_at are offsets of the tiles in
+        units of 16 bytes, as in a descriptor."""
+        T.warpgroup_arrive()
+        for c in T.unroll(D // 16, explicit=True):
+            T.ptx_wgmma_ss(
+                F32,
+                f"m64n{columns}k16",
+                True,
+                True,
+                KIND,
+                KIND,
+                "fp32",
+                q_desc.data,
+                q_at + (c // 4 * (Q_PANEL // 16) + c % 4 * 2),
+                k_desc.data,
+                k_at + (c // 4 * (KV_PANEL // 16) + c % 4 * 2),
+                acc.data,
+                0,
+                T.if_then_else(c > 0, 1, 0),
+                True,
+                True,
+            )
+        T.warpgroup_commit_batch()
+
+    @T.macro
+    def value_product(p, v_desc, acc, v_at, steps, fresh):
+        """acc[64, D] (= if fresh, else +=) p v over the first 16 * steps keys, one group."""
+        T.warpgroup_arrive()
+        for c in T.unroll(steps, explicit=True):
+            T.ptx_wgmma_rs(
+                F32,
+                f"m64n{D}k16",
+                False,
+                KIND,
+                KIND,
+                "fp32",
+                p.data,
+                c * 4,
+                v_desc.data,
+                v_at + c * 128,
+                acc.data,
+                0,
+                T.if_then_else(c > 0, 1, T.if_then_else(fresh, 0, 1)),
+                True,
+                True,
+            )
+        T.warpgroup_commit_batch()
+
+    @T.macro
+    def clear_unseen(v_s, slot, first, end, wg):
+        """Zeros before the first value that the tile sees and behind the request's last one."""
+        if left or not DENSE:  # past S_kv the copy engine brings zeros
+            if T.Or(first > 0, end < BN):
+                T.call_extern(
+                    "void",
+                    f"attn::clear_rows<{BN}, {D}>",
+                    T.access_ptr(v_s[slot, 0, 0], "w"),
+                    first,
+                    end,
+                )
+                T.fence_proxy_async()
+                T.sync_threads(8 + wg, 128)
+
+    @T.macro
+    def pool_rows(row, table, b, n, length):
+        """The first row of the block's pages in a pool, a page a lane."""
+        if PAGED:
+            row[0] = T.call_extern(
+                "int32", f"attn::pool_row<{BN}, {PAGE}>", T.access_ptr(table[0, 0], "r"), W, b,
+                n, length, TK,
+            )  # fmt: skip
+
+    @T.macro
+    def send_rows(q_s, o, slot, wg, first, live, head):
+        """The live rows of a group by its threads: the copy engine would go past the request."""
+        T.call_extern(
+            "void",
+            f"attn::send_rows<{D}, {Q_PANEL}, {PER}, {P}>",
+            T.access_ptr(q_s[slot, wg * 64, 0], "r"),
+            T.access_ptr(o[0, 0, 0], "w"),
+            wg,
+            first,
+            live,
+            head,
+            H,
+        )
+        T.sync_threads(8 + wg, 128)
+
+    @T.macro
+    def store_tile(
+        q_s, tile_s, o, lse, sinks_, acc, out, i, m, total, inverse, row_lse, scale, wg
+    ):
+        """Normalise acc, round it, send it to o through the q slot of tile i; write lse."""
+        slot = i % 2
+        line = i % LINES
+        # Variables: an index of a tensor of unknown size is 64-bit, and so is what goes into it.
+        first = T.alloc_var("int32")
+        live = T.alloc_var("int32")
+        head = T.alloc_var("int32")
+        b = T.alloc_var("int32")
+        first = tile_s[line, ROW]
+        live = tile_s[line, LIVE]
+        head = tile_s[line, HEAD]
+        b = tile_s[line, REQUEST]
+        T.call_extern(
+            "void", f"attn::close_rows<{str(sinks).lower()}, {PER}>", m.data, total.data,
+            inverse.data, row_lse.data, scale,
+            T.access_ptr(sinks_[head * P], "r") if sinks else m.data, wg,
+        )  # fmt: skip
+        T.call_extern("void", f"attn::scale_rows<{O_REGS}>", acc.data, inverse.data)
+        T.call_extern("void", f"attn::pack<{O_REGS}, {BF16}>", acc.data, out.data)
+        T.call_extern(
+            "void",
+            f"attn::put_tile<{D}, {Q_PANEL}>",
+            out.data,
+            T.access_ptr(q_s[slot, wg * 64, 0], "w"),
+        )
+        T.fence_proxy_async()
+        T.sync_threads(8 + wg, 128)
+        if DENSE:  # the copy engine leaves out what lies past S_q
+            for c in T.unroll(D // PANEL, explicit=True):
+                T.tma_copy(
+                    q_s[slot, wg * 64 : wg * 64 + 64, c * PANEL : (c + 1) * PANEL],
+                    o[
+                        b,
+                        first + wg * 64 : first + wg * 64 + 64,
+                        head,
+                        c * PANEL : (c + 1) * PANEL,
+                    ],
+                    leader_scope_threads=128,
+                )
+        elif 64 % RUN == 0:
+            if live >= PER:
+                for j in T.unroll(64 // RUN, explicit=True):
+                    from_row = wg * 64 + j * RUN
+                    to = first + T.truncmod(from_row, PER)
+                    own = head * P + T.truncdiv(from_row, PER)
+                    for c in T.unroll(D // PANEL, explicit=True):
+                        T.tma_copy(
+                            q_s[slot, from_row : from_row + RUN, c * PANEL : (c + 1) * PANEL],
+                            o[to : to + RUN, own, c * PANEL : (c + 1) * PANEL],
+                            leader_scope_threads=128,
+                        )
+            else:
+                send_rows(q_s, o, slot, wg, first, live, head)
+        else:
+            send_rows(q_s, o, slot, wg, first, live, head)
+        if has_lse:
+            T.call_extern(
+                "void", f"attn::put_lse<{PER}>", T.access_ptr(lse[0, 0], "w"), row_lse.data, wg,
+                b * H + head if DENSE else head * P, SQ if DENSE else TQ, first, live,
+            )  # fmt: skip
+
+    @T.macro
+    def free_slot(q_free, pending):
+        """Give the q slot of a stored tile back once it has been read."""
+        if pending[0] >= 0:
+            if T.shuffle_elect(128):
+                T.tma_store_wait(0)
+                T.mbarrier_arrive(q_free[pending[0]])
+            pending[0] = -1
+
+    @T.macro
+    def mask(acc_s, columns, at, shift, length, token, w_left, w_right, group_low, group_high, tx):
+        """-inf for the columns of the block from key `at` on that a row does not see."""
+        column = at + 2 * (tx % 4)  # the thread's first
+        if right:
+            if causal:
+                if at + columns - 1 > shift + group_low:
+                    T.call_extern(
+                        "void", f"attn::mask_after<{columns // 2}>", acc_s.data,
+                        shift + token[0] - column, shift + token[1] - column,
+                    )  # fmt: skip
+            else:
+                if at + columns - 1 > T.min(shift + group_low + w_right, length - 1):
+                    T.call_extern(
+                        "void", f"attn::mask_after<{columns // 2}>", acc_s.data,
+                        T.min(shift + token[0] + w_right, length - 1) - column,
+                        T.min(shift + token[1] + w_right, length - 1) - column,
+                    )  # fmt: skip
+        else:
+            if at + columns > length:
+                T.call_extern(
+                    "void", f"attn::mask_after<{columns // 2}>", acc_s.data, length - 1 - column,
+                    length - 1 - column,
+                )  # fmt: skip
+        if left:  # noqa: SIM102  the outer one is known when compiling
+            if at < shift + group_high - w_left:
+                T.call_extern(
+                    "void", f"attn::mask_before<{columns // 2}>", acc_s.data,
+                    shift + token[0] - w_left - column, shift + token[1] - w_left - column,
+                )  # fmt: skip
+
+    @T.macro
+    def advance(
+        columns, q_s, v_s, tile_s, o, lse, sinks_, q_free, k_free, v_full, v_free, q_desc, k_desc,
+        v_desc, acc_s, acc_o, p, out, m, total, top, alpha, m_old, total_old, row_lse, pending,
+        moved, token, fresh, half_old, first_old,
+        end_old, scale, cap, w_left, w_right, shift, length, i, n,
+        at, step, s, r, q_at, group_low, group_high, wg, tx,
+    ):  # fmt: skip
+        """One step of a group: scores of the tile's block n, keys from `at` on (its first
+        `columns`), values of the block before, weights of n while the values product runs."""
+        if trim:
+            for e in T.unroll(S_REGS):
+                acc_s[e] = 0  # nothing of the step before lives on: bodies of two widths meet here
+        else:
+            T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
+        score_product(q_desc, k_desc, acc_s, q_at, s * (KV_TILE // 16), columns)
+        T.warpgroup_fence_operand(acc_s, num_regs=columns // 2)
+        if step > 0:
+            T.mbarrier_wait_parity(v_full[r], ((step - 1) // ST) % 2)
+        clear_unseen(v_s, r, first_old, end_old, wg)
+        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
+        T.warpgroup_fence_operand(p, num_regs=S_REGS // 2)
+        if trim:
+            if half_old:
+                value_product(p, v_desc, acc_o, r * (KV_TILE // 16), BN // 32, fresh)
+            else:
+                value_product(p, v_desc, acc_o, r * (KV_TILE // 16), BN // 16, fresh)
+        else:
+            value_product(p, v_desc, acc_o, r * (KV_TILE // 16), BN // 16, fresh)
+        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
+        T.named_barrier_arrive(1 + (wg + 1) % NW, 256)
+        free_slot(q_free, pending)
+        T.wait_wgmma(1)
+        T.warpgroup_fence_operand(acc_s, num_regs=columns // 2)
+        if tx % 32 == 0:
+            T.mbarrier_arrive(k_free[s])
+        if n == 0:
+            for e in T.unroll(2):
+                m_old[e] = m[e]
+                total_old[e] = total[e]
+                m[e] = -T.infinity(F32)
+                total[e] = 0
+        if softcap:
+            T.call_extern("void", f"attn::cap<{columns // 2}>", acc_s.data, cap)
+        mask(
+            acc_s, columns, at, shift, length, token, w_left, w_right, group_low, group_high, tx
+        )
+        T.call_extern("void", f"attn::row_max<{columns // 2}>", acc_s.data, m.data, top.data)
+        moved[0] = T.call_extern(
+            "bool", "attn::move_reference", m.data, top.data, total.data, alpha.data, scale,
+            T.float32(slack),
+        )  # fmt: skip
+        T.call_extern(
+            "void", f"attn::weights<{columns // 2}>", acc_s.data, m.data, total.data, scale
+        )
+        T.call_extern("void", "attn::after_weights", total.data)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
+        T.warpgroup_fence_operand(p, num_regs=S_REGS // 2)
+        if step > 0:  # noqa: SIM102  branches of warps, then of lanes
+            if tx % 32 == 0:
+                T.mbarrier_arrive(v_free[r])
+        if n == 0:
+            if i > 0:
+                store_tile(
+                    q_s, tile_s, o, lse, sinks_, acc_o, out, i - 1, m_old, total_old, alpha,
+                    row_lse, scale, wg,
+                )  # fmt: skip
+                pending[0] = (i - 1) % 2
+        else:
+            if moved[0]:
+                T.call_extern("void", f"attn::scale_rows<{O_REGS}>", acc_o.data, alpha.data)
+        T.call_extern("void", f"attn::pack<{columns // 2}, {BF16}>", acc_s.data, p.data)
+        if columns < BN:
+            for e in T.unroll(columns // 4, S_REGS // 2):
+                p[e] = T.uint32(0)
+
+    @T.prim_func
+    def gqa_forward(
+        q: T.Tensor(Q_SHAPE, dtype),
+        k: T.Tensor(KV_SHAPE, dtype),
+        v: T.Tensor(KV_SHAPE, dtype),
+        o: T.Tensor(Q_SHAPE, dtype),
+        lse: T.Tensor(LSE_SHAPE if has_lse else (NL,), F32 if has_lse else "int32"),
+        offsets: T.Tensor((NO,), "int32"),
+        lengths: T.Tensor((NL,), "int32"),
+        table: T.Tensor((NT, W), "int32"),
+        sinks_: T.Tensor((H,) if sinks else (NS,), F32 if sinks else "int32"),
+        counter: T.Tensor((1,), "int32"),
+        scale: T.float32,
+        cap: T.float32,
+        w_left: T.int32,
+        w_right: T.int32,
+        requests: T.int32,
+        blocks: T.int32,
+        tiles: T.int32,
+        section: T.int32,
+        ctas: T.int32,
+    ):
+        with T.Kernel(ctas, threads=THREADS) as cta:
+            T.import_source(SOURCE)
+            q_s = T.alloc_shared((2, BM, D), dtype)
+            k_s = T.alloc_shared((ST, BN, D), dtype)
+            v_s = T.alloc_shared((ST, BN, D), dtype)
+            tile_s = T.alloc_shared((LINES, NUMBERS), "int32")
+            T.annotate_layout({q_s: swizzled(q_s), k_s: swizzled(k_s), v_s: swizzled(v_s)})
+            asked = T.alloc_barrier([1])
+            tile_full = T.alloc_barrier([32] * LINES)
+            q_full = T.alloc_barrier([1] * 2)
+            q_free = T.alloc_barrier([NW] * 2)
+            k_full = T.alloc_barrier([1] * ST)
+            k_free = T.alloc_barrier([4 * NW] * ST)
+            v_full = T.alloc_barrier([1] * ST)
+            v_free = T.alloc_barrier([4 * NW] * ST)
+            tx = T.get_thread_binding()
+
+            with T.ws(NW):
+                T.set_max_nreg(producer_regs, 0)
+                if tx >= 128 * NW + 96:  # the warp that finds tiles
+                    number = T.alloc_var("int32")
+                    more = T.alloc_local([1], "bool")
+                    state = T.alloc_local([2], "int32")
+                    state[0] = 0
+                    state[1] = 0
+                    number = cta
+                    for i in T.serial(FOREVER):
+                        line = i % LINES
+                        if i > 0:  # as late as possible: the last tiles go to who is free first
+                            T.mbarrier_wait_parity(asked[0], (i - 1) % 2)
+                            number = T.call_extern(
+                                "int32", "attn::next_number", T.access_ptr(counter[0], "rw"), ctas
+                            )
+                        plan(tile_s, line, number, state, offsets, lengths, requests, blocks,
+                             tiles, section, w_left, w_right, more)  # fmt: skip
+                        if not more[0]:
+                            if tx % 32 == 0:
+                                tile_s[line, BLOCKS] = 0
+                        T.mbarrier_arrive(tile_full[line])
+                        if not more[0]:
+                            T.call_extern(
+                                "void", "attn::close_counter", T.access_ptr(counter[0], "rw"),
+                                number, tiles if DENSE else state[1], ctas,
+                            )  # fmt: skip
+                            T.loop_break()
+                if tx < 128 * NW + 32:  # the warp that copies
+                    b = T.alloc_var("int32")
+                    h = T.alloc_var("int32")
+                    last_b = T.alloc_var("int32")
+                    last_h = T.alloc_var("int32")
+                    last_n = T.alloc_var("int32")
+                    length = T.alloc_var("int32")
+                    keys = T.alloc_var("int32")
+                    first = T.alloc_var("int32")
+                    count = T.alloc_var("int32")
+                    step = T.alloc_var("int32")
+                    slot = T.alloc_var("int32")
+                    row = T.alloc_local([1], "int32")
+                    last_row = T.alloc_local([1], "int32")
+                    step = 0
+                    row[0] = 0
+                    last_row[0] = 0
+                    for i in T.serial(FOREVER):
+                        slot = i % 2
+                        line = i % LINES
+                        T.mbarrier_wait_parity(tile_full[line], (i // LINES) % 2)
+                        T.mbarrier_wait_parity(q_free[slot], ((i // 2) % 2) ^ 1)
+                        count = tile_s[line, BLOCKS]
+                        if count == 0:
+                            if T.shuffle_elect(32):
+                                T.mbarrier_arrive(q_full[slot])
+                            T.loop_break()
+                        b = tile_s[line, REQUEST]
+                        h = tile_s[line, HEAD]
+                        length = tile_s[line, LENGTH]
+                        first = tile_s[line, FIRST]
+                        keys = tile_s[line, KEYS]
+                        load_queries(q, q_s, q_full, slot, tile_s[line, ROW], b, h)
+                        h = T.truncdiv(h * P, G)
+                        for n in T.serial(count):
+                            s = step % ST
+                            if PAGED:
+                                pool_rows(row, table, b, first + n, length)
+                            else:
+                                row[0] = keys + (first + n) * BN
+                            if n == T.max(count - LEAD, 0):  # of the line before the last, stored
+                                if T.shuffle_elect(32):
+                                    T.mbarrier_arrive(asked[0])
+                            T.mbarrier_wait_parity(k_free[s], ((step // ST) % 2) ^ 1)
+                            load_keys(k, k_s, k_full, s, row[0], b, h, first + n)
+                            if step > 0:
+                                r = (step - 1) % ST
+                                T.mbarrier_wait_parity(v_free[r], (((step - 1) // ST) % 2) ^ 1)
+                                load_keys(v, v_s, v_full, r, last_row[0], last_b, last_h, last_n)
+                            last_b = b
+                            last_h = h
+                            last_n = first + n
+                            last_row[0] = row[0]
+                            step = step + 1
+                    if step > 0:
+                        r = (step - 1) % ST
+                        T.mbarrier_wait_parity(v_free[r], (((step - 1) // ST) % 2) ^ 1)
+                        load_keys(v, v_s, v_full, r, last_row[0], last_b, last_h, last_n)
+
+            with T.ws(*range(NW)):
+                T.set_max_nreg(consumer_regs, 1)
+                acc_s = T.alloc_local([S_REGS], F32)
+                acc_o = T.alloc_local([O_REGS], F32)
+                p = T.alloc_local([S_REGS // 2], "uint32")
+                out = T.alloc_local([O_REGS // 2], "uint32")
+                m = T.alloc_local([2], F32)
+                total = T.alloc_local([2], F32)
+                top = T.alloc_local([2], F32)
+                alpha = T.alloc_local([2], F32)
+                m_old = T.alloc_local([2], F32)
+                total_old = T.alloc_local([2], F32)
+                row_lse = T.alloc_local([2], F32)
+                token = T.alloc_local([2], "int32")  # of the thread's rows, counted in the tile
+                step = T.alloc_var("int32")
+                served = T.alloc_var("int32")  # tiles
+                blocks_ = T.alloc_var("int32")
+                first = T.alloc_var("int32")
+                shift = T.alloc_var("int32")
+                length = T.alloc_var("int32")
+                seen = T.alloc_var("int32")
+                at = T.alloc_var("int32")
+                first_old = T.alloc_var("int32")  # seen values of the block whose weights p holds
+                end_old = T.alloc_var("int32")
+                fresh = T.alloc_var("bool")  # p belongs to the first block of its tile
+                half = T.alloc_var("bool")  # only the first half of this block's keys are seen
+                half_old = T.alloc_var("bool")  # the same of the block whose weights p holds
+                moved = T.alloc_local([1], "bool")
+                pending = T.alloc_local([1], "int32")  # q slot of a store under way, or -1
+                q_desc = T.alloc_wgmma_desc()
+                k_desc = T.alloc_wgmma_desc()
+                v_desc = T.alloc_wgmma_desc()
+                T.initialize_wgmma_descriptor(
+                    q_desc, T.access_ptr(q_s[0, 0, 0], "r"), SWIZZLE_128B, 1, 64
+                )
+                T.initialize_wgmma_descriptor(
+                    k_desc, T.access_ptr(k_s[0, 0, 0], "r"), SWIZZLE_128B, 1, 64
+                )
+                T.initialize_wgmma_descriptor(
+                    v_desc, T.access_ptr(v_s[0, 0, 0], "r"), SWIZZLE_128B, KV_PANEL >> 4, 64
+                )
+                wg = T.shfl_sync(tx // 128, 0)
+                row = wg * 64 + (tx % 128) // 32 * 16 + tx % 32 // 4  # first of the thread's two
+                # The tokens of a group's rows, counted in the tile; heads may share a group.
+                group_low = wg * 64 if P == 1 else 0
+                group_high = wg * 64 + 63 if P == 1 else PER - 1
+                step = 0
+                served = 0
+                fresh = True
+                half_old = False
+                half = False
+                first_old = 0
+                end_old = BN
+                pending[0] = -1
+                for e in T.unroll(2):
+                    m[e] = -T.infinity(F32)
+                    total[e] = 0
+                    token[e] = T.truncmod(row + 8 * e, PER)
+                for e in T.unroll(O_REGS):
+                    acc_o[e] = 0
+                for e in T.unroll(S_REGS // 2):
+                    p[e] = T.uint32(0)
+                if wg == NW - 1:
+                    T.named_barrier_arrive(1, 256)
+
+                for i in T.serial(FOREVER):
+                    slot = i % 2
+                    free_slot(q_free, pending)
+                    T.mbarrier_wait_parity(q_full[slot], (i // 2) % 2)
+                    line = i % LINES
+                    blocks_ = tile_s[line, BLOCKS]
+                    if blocks_ == 0:
+                        T.loop_break()
+                    first = tile_s[line, FIRST]
+                    shift = tile_s[line, SHIFT]
+                    length = tile_s[line, LENGTH]
+                    seen = length  # keys that the group needs
+                    if causal:
+                        seen = T.min(length, shift + group_high + 1)
+                    for n in T.serial(blocks_):
+                        s = step % ST
+                        r = (step + ST - 1) % ST
+                        at = (first + n) * BN
+                        T.mbarrier_wait_parity(k_full[s], (step // ST) % 2)
+                        T.sync_threads(1 + wg, 256)
+                        q_at = slot * (Q_TILE // 16) + wg * 512
+                        if trim:
+                            half = seen <= at + BN // 2
+                            if half:
+                                advance(
+                                    BN // 2, q_s, v_s, tile_s, o, lse, sinks_, q_free, k_free,
+                                    v_full, v_free, q_desc, k_desc, v_desc, acc_s, acc_o, p, out,
+                                    m, total, top, alpha, m_old, total_old, row_lse, pending,
+                                    moved, token, fresh, half_old, first_old, end_old, scale, cap, w_left,
+                                    w_right, shift, length, i, n, at, step, s, r, q_at, group_low,
+                                    group_high, wg, tx,
+                                )  # fmt: skip
+                            else:
+                                advance(
+                                    BN, q_s, v_s, tile_s, o, lse, sinks_, q_free, k_free,
+                                    v_full, v_free, q_desc, k_desc, v_desc, acc_s, acc_o, p, out,
+                                    m, total, top, alpha, m_old, total_old, row_lse, pending,
+                                    moved, token, fresh, half_old, first_old, end_old, scale, cap, w_left,
+                                    w_right, shift, length, i, n, at, step, s, r, q_at, group_low,
+                                    group_high, wg, tx,
+                                )  # fmt: skip
+                        else:
+                            advance(
+                                BN, q_s, v_s, tile_s, o, lse, sinks_, q_free, k_free,
+                                v_full, v_free, q_desc, k_desc, v_desc, acc_s, acc_o, p, out,
+                                m, total, top, alpha, m_old, total_old, row_lse, pending,
+                                moved, token, fresh, half_old, first_old, end_old, scale, cap, w_left,
+                                w_right, shift, length, i, n, at, step, s, r, q_at, group_low,
+                                group_high, wg, tx,
+                            )  # fmt: skip
+                        fresh = n == 0
+                        if left:
+                            first_old = shift - w_left - at
+                        if not DENSE:
+                            end_old = length - at
+                        if trim:
+                            half_old = half
+                        step = step + 1
+                    served = i + 1
+
+                if served > 0:
+                    r = (step + ST - 1) % ST
+                    T.mbarrier_wait_parity(v_full[r], ((step - 1) // ST) % 2)
+                    clear_unseen(v_s, r, first_old, end_old, wg)
+                    T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
+                    T.warpgroup_fence_operand(p, num_regs=S_REGS // 2)
+                    value_product(p, v_desc, acc_o, r * (KV_TILE // 16), BN // 16, fresh)
+                    T.wait_wgmma(0)
+                    T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
+                    store_tile(
+                        q_s, tile_s, o, lse, sinks_, acc_o, out, served - 1, m, total, alpha,
+                        row_lse, scale, wg,
+                    )  # fmt: skip
+                    if T.shuffle_elect(128):
+                        T.tma_store_wait(0)
+
+    return gqa_forward

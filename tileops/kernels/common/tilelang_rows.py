@@ -1,0 +1,373 @@
+"""Device functions of the Hopper kernel: on one score fragment, and to find tiles and rows.
+
+A thread of a warpgroup holds, for a 64 x N score tile, N/2 numbers. Number r belongs to row
+lane/4 + 8*((r/2)%2) of its warp's 16 rows and to column 8*(r/4) + 2*(lane%4) + r%2.
+"""
+
+SOURCE = r"""
+#ifndef TILEOPS_ATTENTION_ROWS
+#define TILEOPS_ATTENTION_ROWS
+#define INLINE __device__ __forceinline__
+namespace attn {
+
+// A thread's two rows see the columns up to last[0] and last[1], counted from its own first one.
+template <int N> INLINE void mask_after(float *s, int last0, int last1) {
+#pragma unroll
+  for (int r = 0; r < N; ++r) {
+    s[r] = 8 * (r / 4) + r % 2 > (r / 2 % 2 ? last1 : last0) ? -INFINITY : s[r];
+  }
+}
+
+// The same of the columns from first[0] and first[1] on.
+template <int N> INLINE void mask_before(float *s, int first0, int first1) {
+#pragma unroll
+  for (int r = 0; r < N; ++r) {
+    s[r] = 8 * (r / 4) + r % 2 < (r / 2 % 2 ? first1 : first0) ? -INFINITY : s[r];
+  }
+}
+
+// Row maxima of the tile and of what m holds, over the four threads that share a row.
+template <int N> INLINE void row_max(const float *s, const float *m, float *top) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float a = fmaxf(s[2 * h], s[2 * h + 1]);
+    float b = fmaxf(s[2 * h + 4], s[2 * h + 5]);
+#pragma unroll
+    for (int j = 2; j < N / 4; j += 2) {
+      a = fmaxf(a, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+      b = fmaxf(b, fmaxf(s[4 * j + 2 * h + 4], s[4 * j + 2 * h + 5]));
+    }
+    a = fmaxf(a, b);
+    a = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 1));
+    a = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 2));
+    top[h] = fmaxf(a, m[h]);
+  }
+}
+
+// threadIdx.x, read where it is used: what is computed from it once would take registers for good.
+INLINE int thread() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
+// The first of this thread's two rows of a tile; the other is 8 further on.
+INLINE int own_row(int wg) {
+  int x = thread() % 128;
+  return wg * 64 + x / 32 * 16 + x % 32 / 4;
+}
+
+INLINE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Moves the reference maxima m to top where any row of the warp grew by more than slack
+// (log2 units), and says whether it did. alpha is what the rows' sums must be multiplied by.
+INLINE bool move_reference(float *m, const float *top, float *l, float *alpha, float scale,
+                              float slack) {
+  bool grew = (top[0] - m[0]) * scale > slack || (top[1] - m[1]) * scale > slack;
+  bool any = __any_sync(0xffffffffu, grew);
+  if (any) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float safe = top[h] == -INFINITY ? 0.f : top[h];
+      alpha[h] = exp2_fast((m[h] - safe) * scale);
+      l[h] *= alpha[h];
+      m[h] = top[h];
+    }
+  }
+  return any;
+}
+
+// tanh(s * x) in place, x given as 2 * log2(e) * x: 1 - 2 / (1 + e**2y) is off by some 1e-7.
+template <int N> INLINE void cap(float *s, float x) {
+#pragma unroll
+  for (int r = 0; r < N; ++r) {
+    s[r] = 1.f - __fdividef(2.f, 1.f + exp2_fast(s[r] * x));
+  }
+}
+
+// Scores become weights 2**((s - m) * scale) in place; l takes this thread's part of the sums.
+template <int N> INLINE void weights(float *s, const float *m, float *l, float scale) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float shift = m[h] == -INFINITY ? 0.f : m[h] * scale;
+    float a = 0.f, b = 0.f;
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        int r = 4 * j + 2 * h + e;
+        s[r] = exp2_fast(__fmaf_rn(s[r], scale, -shift));
+      }
+      a += s[4 * j + 2 * h];
+      b += s[4 * j + 2 * h + 1];
+    }
+    l[h] += a + b;
+  }
+}
+
+// Orders what follows behind the exponentials: a shared store that depends on their sums and
+// never happens, so that the assembler cannot move the wait for the values product above them.
+INLINE void after_weights(const float *l) {
+  asm volatile(
+      "{\n\t.reg .pred below;\n\t"
+      "setp.lt.f32 below, %0, 0f00000000;\n\t"
+      "@below st.shared.b32 [%1], %1;\n\t}" ::"f"(l[0] + l[1]), "r"(0)
+      : "memory");
+}
+
+template <int N> INLINE void scale_rows(float *o, const float *alpha) {
+#pragma unroll
+  for (int r = 0; r < N; ++r) {
+    o[r] *= alpha[(r / 2) % 2];
+  }
+}
+
+// Sums over the four threads of a row, the inverse of each and the natural log-sum-exp. The
+// reference is a score of the row, so that a sum is at least 1; a row without keys gives 0 and
+// -inf. sinks: those of the tile's heads; they count in the inverse alone.
+template <bool SINKS, int PER> INLINE void close_rows(const float *m, const float *l,
+                                                         float *inverse, float *lse, float scale,
+                                                         const float *sinks, int wg) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float sum = l[h] + __shfl_xor_sync(0xffffffffu, l[h], 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    bool empty = sum <= 0.5f;
+    lse[h] = empty ? -INFINITY : m[h] * scale * 0.693147180559945f + __logf(sum);
+    inverse[h] = empty ? 0.f : __fdividef(1.f, sum);
+    if (SINKS) {
+      float sink = sinks[(own_row(wg) + 8 * h) / PER] * 1.44269504088896f;
+      float own = m[h] * scale, top = fmaxf(own, sink);
+      float kept = exp2_fast(own - top);
+      float all = sum * kept + exp2_fast(sink - top);
+      inverse[h] = empty || sink == INFINITY ? 0.f : __fdividef(kept, all);
+    }
+  }
+}
+
+// lse[line + head of the row, first + token of the row], `width` tokens a line.
+template <int PER> INLINE void put_lse(float *lse, const float *rows, int wg, int line, int width,
+                                          int first, int live) {
+  if (thread() % 4 == 0) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int row = own_row(wg) + 8 * h, token = row % PER;
+      if (token < live) {
+        lse[static_cast<long long>(line + row / PER) * width + first + token] = rows[h];
+      }
+    }
+  }
+}
+
+// The next number of the launch, the same for the whole warp. The first `ctas` numbers are given
+// without asking; a CTA asks after each tile that it got.
+INLINE int next_number(int *counter, int ctas) {
+  int number = threadIdx.x % 32 == 0 ? atomicAdd(counter, 1) + ctas : 0;
+  return __shfl_sync(0xffffffffu, number, 0);
+}
+
+// What the last one to ask does, who gets the number behind all others: zero for the next launch.
+INLINE void close_counter(int *counter, int number, int tiles, int ctas) {
+  if (threadIdx.x % 32 == 0 && number == tiles + ctas - 1) {
+    *counter = 0;
+  }
+}
+
+// What a tile is, as the consumers read it from shared memory.
+enum { ROW, LIVE, HEAD, REQUEST, SHIFT, LENGTH, FIRST, BLOCKS, KEYS };
+
+// The key blocks that tile rows at positions shift .. shift + PER - 1 see. A tile without keys
+// still runs one block, wholly masked.
+template <int PER, int BN, bool LEFT, bool RIGHT> INLINE void place_keys(int *tile, int shift,
+                                                                            int length, int left,
+                                                                            int right) {
+  int last = RIGHT ? min(length, shift + PER + right) : length;
+  int first = LEFT ? max(0, shift - left) / BN : 0;
+  tile[SHIFT] = shift;
+  tile[LENGTH] = length;
+  tile[FIRST] = first;
+  tile[BLOCKS] = max(1, (last + BN - 1) / BN - first);
+}
+
+// Tile `number` of equal requests; false past the last one. Long causal tiles first, sections of
+// heads whose keys fit the L2 cache one after the other, the heads of a request side by side.
+template <int PER, int BN, bool LEFT, bool RIGHT>
+INLINE bool equal_tile(int *tile, int number, int tiles, int blocks, int section, int heads,
+                          int s_q, int s_kv, int left, int right) {
+  if (number >= tiles) {
+    return false;
+  }
+  if (threadIdx.x % 32 == 0) {
+    unsigned lines = tiles / blocks, at = number / (blocks * section);
+    unsigned local = number - at * blocks * section, from = at * section;
+    unsigned width = min(static_cast<unsigned>(section), lines - from);
+    unsigned across = local / (RIGHT ? width : blocks);
+    unsigned along = local - across * (RIGHT ? width : blocks);
+    int block = RIGHT ? blocks - 1 - across : along;
+    unsigned line = from + (RIGHT ? along : across), request = line / heads;
+    tile[ROW] = block * PER;
+    tile[LIVE] = s_q - block * PER;
+    tile[HEAD] = line - request * heads;
+    tile[REQUEST] = request;
+    tile[KEYS] = 0;
+    place_keys<PER, BN, LEFT, RIGHT>(tile, block * PER + s_kv - s_q, s_kv, left, right);
+  }
+  return true;
+}
+
+// Tile `number` of packed requests; false past the last one. lengths: of keys by request, or their
+// offsets (PAGED false); APPENDED: they do not count the request's own tokens. Up to 32 requests,
+// a lane each: the last block of rows of each first (the longest tiles of a causal call), then all
+// that have one more, heads side by side. More of them one after the other, 32 looked at at a
+// time. state: where the search stands, {requests or blocks passed, tiles passed}, zeros at first.
+template <int PER, int BN, bool LEFT, bool RIGHT, bool PAGED, bool APPENDED>
+INLINE bool packed_tile(int *tile, int number, int *state, const int *offsets,
+                           const int *lengths, int requests, int heads, int left, int right) {
+  int lane = threadIdx.x % 32, first = requests > 32 ? state[0] : 0;
+  while (first < requests) {
+    int own = first + lane, begin = 0, tokens = 0, keys = 0, length = 0;
+    if (own < requests) {
+      begin = offsets[own];
+      tokens = offsets[own + 1] - begin;
+      keys = PAGED ? 0 : lengths[own];
+      length = PAGED ? lengths[own] + (APPENDED ? tokens : 0) : lengths[own + 1] - keys;
+    }
+    int blocks = (tokens + PER - 1) / PER, block = 0, head = 0, taker = -1;
+    if (requests > 32) {
+      int count = blocks * heads, sum = count;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        int other = __shfl_up_sync(0xffffffffu, sum, step);
+        sum += lane >= step ? other : 0;
+      }
+      unsigned past = __ballot_sync(0xffffffffu, state[1] + sum > number);
+      taker = __ffs(past) - 1;
+      int local = number - state[1] - (sum - count);
+      block = blocks - 1 - local / heads;
+      head = local - local / heads * heads;
+      if (!past) {
+        first = state[0] += 32;
+        state[1] += __shfl_sync(0xffffffffu, sum, 31);
+        continue;
+      }
+    } else {
+      unsigned having;
+      while ((having = __ballot_sync(0xffffffffu, blocks > state[0])) != 0) {
+        int count = __popc(having) * heads, local = number - state[1];
+        if (local < count) {
+          taker = __fns(having, 0, local / heads + 1);
+          block = blocks - 1 - state[0];
+          head = local - local / heads * heads;
+          break;
+        }
+        state[0] += 1;
+        state[1] += count;
+      }
+      if (!having) {
+        return false;
+      }
+    }
+    if (lane == taker) {
+      tile[ROW] = begin + block * PER;
+      tile[LIVE] = tokens - block * PER;
+      tile[HEAD] = head;
+      tile[REQUEST] = own;
+      tile[KEYS] = keys;
+      place_keys<PER, BN, LEFT, RIGHT>(tile, block * PER + length - tokens, length, left, right);
+    }
+    return true;
+  }
+  return false;
+}
+
+// Where the key rows of block n lie in the pool: of its page `lane`, where a block has several.
+// Past the last page: `beyond`, behind the pool, from where the copy engine brings zeros.
+template <int BN, int PAGE> INLINE int pool_row(const int *table, int width, int request, int n,
+                                                   int length, int beyond) {
+  constexpr int PAGES = BN > PAGE ? BN / PAGE : 1;
+  int lane = threadIdx.x % 32;
+  int first = n * BN + (lane < PAGES ? lane : 0) * PAGE;
+  if (first >= length) {
+    return beyond;
+  }
+  return table[static_cast<long long>(request) * width + first / PAGE] * PAGE + first % PAGE;
+}
+
+// Zeros outside the rows first .. end - 1 of a tile of BN rows, D columns of 16 bits, by the 128
+// threads of a group: values that nobody sees must not reach a product, 0 * NaN is NaN.
+template <int BN, int D> INLINE void clear_rows(void *tile, int first, int end) {
+  unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
+  for (int i = thread() % 128; i < BN * 8; i += 128) {
+    if (i / 8 < first || i / 8 >= end) {
+#pragma unroll
+      for (int panel = 0; panel < D / 64; ++panel) {
+        unsigned at = base + panel * BN * 128 + i * 16;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+      }
+    }
+  }
+}
+
+// N numbers rounded to pairs of 16-bit numbers, the left operand of the next product.
+template <int N, bool BF16> INLINE void pack(const float *x, unsigned *y) {
+#pragma unroll
+  for (int r = 0; r < N / 2; ++r) {
+    if (BF16) {
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y[r]) : "f"(x[2 * r + 1]), "f"(x[2 * r]));
+    } else {
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y[r]) : "f"(x[2 * r + 1]), "f"(x[2 * r]));
+    }
+  }
+}
+
+// The packed 64 x D tile of a warpgroup into shared memory, panels of 64 columns, 128-byte
+// swizzle; tile is the warpgroup's first row in the first panel, PANEL the bytes of a panel.
+template <int D, int PANEL> INLINE void put_tile(const unsigned *y, void *tile) {
+  int at_thread = thread(), lane = at_thread % 32, warp = at_thread / 32 % 4;
+  int row = warp * 16 + lane % 16;
+  unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + row * 128;
+#pragma unroll
+  for (int c = 0; c < D / 16; ++c) {
+    int chunk = (2 * c) % 8 + lane / 16;
+    unsigned at = base + c / 4 * PANEL + ((chunk ^ (row % 8)) * 16);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                 "r"(y[4 * c]), "r"(y[4 * c + 1]), "r"(y[4 * c + 2]), "r"(y[4 * c + 3])
+                 : "memory");
+  }
+}
+
+// The live rows of a packed 64 x D tile from shared memory (as put_tile leaves it) to o
+// [tokens, heads, D]. Tile row r is token r % PER of head r / PER of the P heads from `head` * P.
+template <int D, int PANEL, int PER, int P>
+INLINE void send_rows(const void *tile, void *o, int wg, int row, int live, int head,
+                         int heads) {
+  unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
+  constexpr int CHUNKS = D / 8;
+  int at_thread = thread() % 128;
+#pragma unroll
+  for (int i = 0; i < CHUNKS / 2; ++i) {
+    int at = i * 128 + at_thread;
+    int r = at / CHUNKS, c = at % CHUNKS;
+    int token = (wg * 64 + r) % PER, g = (wg * 64 + r) / PER;
+    unsigned from = base + r * 128 + c / 8 * PANEL + ((c % 8) ^ (r % 8)) * 16;
+    unsigned x[4];
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from)
+                 : "memory");
+    if (token < live) {
+      long long to = (static_cast<long long>(row + token) * heads + head * P + g) * D + c * 8;
+      *reinterpret_cast<uint4 *>(static_cast<unsigned short *>(o) + to) =
+          make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+}
+
+}  // namespace attn
+#undef INLINE
+#endif
+"""
