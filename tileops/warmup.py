@@ -158,13 +158,13 @@ def portable(op: str) -> Kernel:
 
 def kernels(planned: Planned, machine: Machine) -> list[str]:
     """The names of the kernels that a call launches on a machine, in order."""
-    from tileops.kernels.common.launch import recording
+    from tileops.kernels.common.recorder import recording
 
     call = planned.call("meta")
     out = CONTRACTS[planned.op].op(*call)
     with recording(machine) as found:
         portable(planned.op).run(out, call)
-    return [launch.kernel.__name__ for launch in found if 0 not in launch.grid]
+    return [launch.name for launch in found if 0 not in launch.grid]
 
 
 def listing(calls: Sequence[Planned], machine: Machine) -> Iterator[str]:
