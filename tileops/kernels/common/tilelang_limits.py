@@ -21,6 +21,7 @@ from ops_registry import tracing
 from tileops.kernels.common.recorder import machine
 
 ARCH = 90  # the kernels are made of instructions that no other architecture has
+HALF = (torch.float16, torch.bfloat16)
 DIMS = (64, 128)
 FEWEST = 128  # query rows of a request below which another kernel is faster
 ALIGNMENT = 16  # bytes, of where the copy engine starts
@@ -47,35 +48,45 @@ def refusal(call: Any) -> str | None:
 
 def option_refusal(call: Any) -> str | None:
     """Why the options of a call are not served."""
-    for name, used in LACKING.items():
-        if name in call._fields and used(call):
+    for name in _lacking(type(call)):
+        if LACKING[name](call):
             value = getattr(call, name)
             return f"has no {name}" + ("" if isinstance(value, Tensor) else f", got {value!r}")
     return None
 
 
+@functools.cache
+def _lacking(call_type: Any) -> tuple[str, ...]:
+    return tuple(name for name in LACKING if name in call_type._fields)
+
+
 def tensor_refusal(q: Tensor, **keys: Tensor) -> str | None:
     """Why queries [..., H, D] and what holds keys and values are not served, by their names."""
-    given = {"q": q, **keys}
-    names = " and ".join((", ".join([*given][:-1]), [*given][-1]))
-    for name, x in given.items():
-        if x.dtype not in (torch.float16, torch.bfloat16):
-            got = str(x.dtype).removeprefix("torch.")
-            return f"serves float16 and bfloat16, got {name} of {got}"
-    if q.shape[-1] not in DIMS:
-        return f"serves head dims of 64 and 128 columns, got D={q.shape[-1]}"
-    for name, x in given.items():
-        if any(isinstance(n, int) and n == 0 for n in x.shape):
-            return f"serves no empty {names}, got {name} of shape {list(x.shape)}"
-    for name, x in given.items():
-        if not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
-            continue
-        if not x.is_contiguous():
-            return f"reads contiguous {names}, got {name} with strides {x.stride()}"
-        if x.numel() * x.dtype.itemsize >= MOST_BYTES:
-            return f"serves tensors of less than 2 GiB, got {name} of shape {list(x.shape)}"
-        if not tracing.traced(x) and x.data_ptr() % ALIGNMENT:
-            return f"reads {names} from multiples of {ALIGNMENT} bytes, got {name} between them"
+    dim = q.shape[-1]
+    if dim not in DIMS:
+        return f"serves head dims of 64 and 128 columns, got D={dim}"
+    problem = _problem("q", q)
+    for name, x in keys.items():
+        problem = problem or _problem(name, x)
+    return problem
+
+
+def _problem(name: str, x: Tensor) -> str | None:
+    """Why the copy engine or the products cannot take x."""
+    if x.dtype not in HALF:
+        return f"serves float16 and bfloat16, got {name} of {str(x.dtype).removeprefix('torch.')}"
+    traced = tracing.traced(x)
+    if traced and not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
+        return None
+    elements = x.numel()
+    if not elements:
+        return f"serves no empty tensors, got {name} of shape {list(x.shape)}"
+    if elements * x.dtype.itemsize >= MOST_BYTES:
+        return f"serves tensors of less than 2 GiB, got {name} of shape {list(x.shape)}"
+    if not x.is_contiguous():
+        return f"reads contiguous tensors, got {name} with strides {x.stride()}"
+    if not traced and x.data_ptr() % ALIGNMENT:
+        return f"reads from multiples of {ALIGNMENT} bytes, got {name} between them"
     return None
 
 
