@@ -27,6 +27,7 @@ from torch.autograd.graph import increment_version
 from . import tracing
 from .accuracy import Row, Tolerance
 from .autograd import define_refusal, refuse_gradients
+from .errors import KernelUnavailableError
 from .repeats import Repeats
 from .targets import Kernel, Lowering, builtin_kernel, select
 
@@ -242,7 +243,10 @@ def register(
                 check_contents(contract, checked, call)
             if remember and kernel.remember is not None:
                 return out, kernel.remember(out, call)
-            kernel.run(out, call)
+            try:
+                kernel.run(out, call)
+            except KernelUnavailableError:  # its refusal says so from now on
+                select(contract, call, candidates).run(out, call)
         return out, None
 
     def fake(*args, **kwargs):

@@ -11,3 +11,10 @@ class NoKernelError(ValueError):
 
 class GradientError(RuntimeError):
     """A gradient was executed that the operator does not have."""
+
+
+class KernelUnavailableError(RuntimeError):
+    """A kernel found out that it cannot run here, before it wrote anything.
+
+    Its refusal says so from then on; the call goes to the kernel after it.
+    """

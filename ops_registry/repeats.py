@@ -54,6 +54,7 @@ class Repeats:
         parts: list[Any] = [
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
+            targets.set_aside(),
         ]
         pointers = []
         for x in call:

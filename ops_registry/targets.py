@@ -8,6 +8,7 @@ call or raises; it never falls back to another.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import importlib
@@ -62,6 +63,8 @@ class Kernel:
     remember: Callable[[Any, Any], Callable[[list[int]], Any] | None] | None = None
 
     def declines(self, call: Any, packaged: bool) -> str | None:
+        if self.name in _aside and self.target == BUILTIN:
+            return "is set aside"
         device = call[0].device.type
         if self.devices and device not in self.devices:
             return f"serves {' and '.join(self.devices)} tensors, got {device}"
@@ -91,11 +94,17 @@ class _Kind:
     lowering: Lowering
     requires: str | None = None
     remembers: str | None = None  # the module whose `remember(run, out, call)` does it
-    limits: str | None = None  # the module whose `refusal(call)` says which devices it lacks
+    # The module whose `refusal(call)` says which devices it lacks; it loads no kernel language.
+    limits: str | None = None
 
 
 _KINDS = {
-    "tilelang": _Kind(("cuda",), Lowering.OPAQUE, "tilelang"),
+    "tilelang": _Kind(
+        ("cuda",),
+        Lowering.OPAQUE,
+        "tilelang",
+        limits="tileops.kernels.common.tilelang_limits",
+    ),
     "triton": _Kind(
         ("cuda",),
         Lowering.INLINE,
@@ -106,6 +115,25 @@ _KINDS = {
     "cpu": _Kind(("cpu",), Lowering.OPAQUE),
     "reference": _Kind(("cpu",), Lowering.PACKAGE),
 }
+
+
+_aside: frozenset[str] = frozenset()
+
+
+@contextlib.contextmanager
+def aside(*names: str) -> Iterator[None]:
+    """The in-tree kernels of these names decline every call, so that those behind them serve."""
+    global _aside
+    before, _aside = _aside, _aside.union(names)
+    try:
+        yield
+    finally:
+        _aside = before
+
+
+def set_aside() -> frozenset[str]:
+    """The names of the in-tree kernels that decline every call."""
+    return _aside
 
 
 def builtin_kernel(name: str, module: str, op: str) -> Kernel:
@@ -130,7 +158,8 @@ def builtin_kernel(name: str, module: str, op: str) -> Kernel:
         getattr(loaded(), op)(out, call)
 
     def refusal(call: Any) -> str | None:
-        return missing() or limits()(call) or getattr(loaded(), op + "_refusal", _serves_all)(call)
+        # The device first: nothing that can be installed helps where it is not served.
+        return limits()(call) or missing() or getattr(loaded(), op + "_refusal", _serves_all)(call)
 
     def remember(out: Any, call: Any) -> Callable[[list[int]], Any] | None:
         return importlib.import_module(str(kind.remembers)).remember(run, out, call)

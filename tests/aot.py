@@ -35,8 +35,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import meta_kernels.attention
 from tests import meta_calls
 from tests.triton_target import kernels
-from tileops.kernels.common.launch import Launch, recording
+from tileops.kernels.common.launch import Launch
 from tileops.kernels.common.machine import Machine
+from tileops.kernels.common.recorder import recording
 
 
 class Chip(NamedTuple):

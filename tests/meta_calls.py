@@ -1,7 +1,7 @@
 """Calls of every operator at the heads, dims and options of real models, on meta tensors.
 
 They hold no data, so that a launcher can be recorded at full size on any machine
-(`tileops.kernels.common.launch.recording`). `CALLS[name]` lists (variant, call) of a dispatcher
+(`tileops.kernels.common.recorder.recording`). `CALLS[name]` lists (variant, call) of a dispatcher
 operator, the plainest call first.
 """
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ops_registry import repeats
+from ops_registry import repeats, targets
 from ops_registry.targets import ExternalTarget, register_target, unregister_target
 from tests import aot, checks
 from tests.cases import all_cases
@@ -186,6 +186,13 @@ def test_the_deterministic_mode_decides_too(warn_only):
     finally:
         torch.use_deterministic_algorithms(False)
     assert keys(x) == before
+
+
+def test_what_is_set_aside_decides_too():
+    x = torch.empty(3)
+    with targets.aside("tilelang"):
+        behind = keys(x)
+    assert behind is not None and behind != keys(x)
 
 
 def test_what_is_not_remembered():

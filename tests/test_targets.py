@@ -319,6 +319,7 @@ gqa_dense_fwd: no kernel serves this call for cpu tensors in an AOTInductor pack
             """\
 gqa_dense_fwd on cpu, target None
   vendor/fast: needs more than 3 queries
+  builtin/tilelang: serves cuda tensors, got cpu
   builtin/triton: serves cuda tensors, got cpu
   builtin/cpu: serves
   builtin/reference: would serve, a better one does""",

@@ -6,9 +6,9 @@
 
 A kernel is compiled for the dtypes, head counts, head dims, page size and options of a call, and
 for no length: small calls on the GPU, one for decode and one for prefill where they differ, fill
-the cache on disk (TRITON_CACHE_DIR) that every later process reads. Run it on the machine and in
-the environment that will serve. A flag may have several values; all their combinations are
-compiled, for the operators that have the flag.
+the caches on disk (TRITON_CACHE_DIR, TILELANG_CACHE_DIR) that every later process reads. Run it
+on the machine and in the environment that will serve. A flag may have several values; all their
+combinations are compiled, for the operators that have the flag.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 
 import tileops  # noqa: F401  registers the operators
 from ops_registry.contract import BUILTIN_KERNELS, CONTRACTS, E4M3
-from ops_registry.targets import Kernel
+from ops_registry.targets import Kernel, aside
 from tileops.progress import Progress
 from tileops.warmup_calls import RECIPES, Maker
 
@@ -152,19 +152,30 @@ def plan(ops: Sequence[str], given: Mapping[str, Sequence[Any]]) -> list[Planned
 
 
 def portable(op: str) -> Kernel:
-    """The kernel that GPUs compile."""
+    """The kernel that all GPUs compile."""
     return next(kernel for kernel in BUILTIN_KERNELS[op] if kernel.name == "triton")
 
 
+def special(op: str) -> list[Kernel]:
+    """Kernels of some GPUs, which serve some calls there before the portable one."""
+    return [k for k in BUILTIN_KERNELS[op] if "cuda" in k.devices and k != portable(op)]
+
+
 def kernels(planned: Planned, machine: Machine) -> list[str]:
-    """The names of the kernels that a call launches on a machine, in order."""
-    from tileops.kernels.common.launch import recording
+    """The names of the kernels that calls like this one launch on a machine.
+
+    Where a special kernel serves the call, the portable one serves other lengths and layouts.
+    """
+    from tileops.kernels.common.recorder import recording
 
     call = planned.call("meta")
     out = CONTRACTS[planned.op].op(*call)
     with recording(machine) as found:
+        for kernel in special(planned.op):
+            if kernel.refusal(call) is None:
+                kernel.run(out, call)
         portable(planned.op).run(out, call)
-    return [launch.kernel.__name__ for launch in found if 0 not in launch.grid]
+    return [launch.name for launch in found if 0 not in launch.grid]
 
 
 def listing(calls: Sequence[Planned], machine: Machine) -> Iterator[str]:
@@ -178,10 +189,14 @@ def listing(calls: Sequence[Planned], machine: Machine) -> Iterator[str]:
 
 def compile_call(planned: Planned, device: str) -> str | None:
     """Make the call, whose kernels are compiled by it; why that failed, if it did."""
+    op = CONTRACTS[planned.op].op
     try:
         torch.cuda.set_device(device)
         with torch.inference_mode():
-            CONTRACTS[planned.op].op(*planned.call(device))
+            with aside(*(kernel.name for kernel in special(planned.op))):
+                op(*planned.call(device))
+            if special(planned.op):
+                op(*planned.call(device))
         torch.cuda.synchronize(device)
     except Exception as error:  # the other calls are compiled all the same
         return " ".join(str(error).split()) or type(error).__name__

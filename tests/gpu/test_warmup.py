@@ -33,16 +33,22 @@ torch.cuda.synchronize()
 
 
 def run(cache, *arguments):
+    """What a process said whose caches lie there."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **caches(cache)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stderr
+
+
+def caches(cache):
+    names = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")
+    return {name: str(cache / name) for name in names}
 
 
 def files(cache):
@@ -55,4 +61,25 @@ def test_first_calls_compile_nothing(tmp_path):
     warm = files(tmp_path)
     assert any(path.name.startswith("attention_kernel") for path in warm)
     run(tmp_path, "-c", CALLS)
+    assert files(tmp_path) == warm
+
+
+DENSE = """
+import torch
+from tileops.attention import GQADenseFwdOp
+
+for rows in (1, 70, 400):
+    q = torch.randn(2, rows, 16, 64, dtype=torch.bfloat16, device="cuda")
+    k = torch.randn(2, 500, 4, 64, dtype=torch.bfloat16, device="cuda")
+    GQADenseFwdOp()(q, k, k.clone())
+torch.cuda.synchronize()
+"""
+
+
+def test_the_kernels_of_short_and_long_prompts(tmp_path):
+    """By Triton and, where it serves, by TileLang."""
+    model = ("--op", "gqa_dense_fwd", "--heads", "16", "--heads-kv", "4", "--head-dim", "64")
+    run(tmp_path, "-m", "tileops.warmup", *model)
+    warm = files(tmp_path)
+    assert "compiles" not in run(tmp_path, "-c", DENSE)
     assert files(tmp_path) == warm

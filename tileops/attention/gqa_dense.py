@@ -18,7 +18,7 @@ from ops_registry.contract import register
 from ops_registry.targets import Target
 from tileops.op import Op, cast_to_autocast
 
-KERNELS = ("triton", "cpu", "reference")
+KERNELS = ("tilelang", "triton", "cpu", "reference")
 PACKAGE = "tileops.kernels.attention.gqa_dense"
 
 register(
@@ -30,7 +30,8 @@ register(
     setup_context=setup_context,
     autocast=cast_to_autocast,
 )
-register(GQA_DENSE_BWD, infer_gqa_dense_bwd, KERNELS, package=PACKAGE)
+# TileLang has no backward.
+register(GQA_DENSE_BWD, infer_gqa_dense_bwd, KERNELS[1:], package=PACKAGE)
 
 
 class GQADenseFwdOp(Op):

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_registry import tracing
-from tileops.kernels.common.machine import Machine, machine_of
+from tileops.kernels.common.recorder import machine, recorded
 from tileops.kernels.common.triton_key import keep_key
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -44,31 +44,9 @@ class Launch(NamedTuple):
     stages: int
     registers: int | None = None
 
-
-class _Recorder(NamedTuple):
-    machine: Machine
-    launches: list[Launch]
-
-
-_recorder: _Recorder | None = None
-
-
-@contextlib.contextmanager
-def recording(machine: Machine) -> Iterator[list[Launch]]:
-    """Collect launches for `machine` instead of running them; tensors may be meta tensors."""
-    global _recorder
-    before, _recorder = _recorder, _Recorder(machine, [])
-    try:
-        yield _recorder.launches
-    finally:
-        _recorder = before
-
-
-def machine(tensor: Tensor) -> Machine:
-    """The machine that launches on this tensor are for."""
-    if _recorder is not None:
-        return _recorder.machine
-    return machine_of(tensor.device.index)
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
 
 
 def native_e4m3(tensor: Tensor) -> bool:
@@ -193,8 +171,9 @@ def launch(
     registers: the most a thread may take on a CUDA device, so that more programs share a
         multiprocessor; traced launches leave it to the compiler.
     """
-    if _recorder is not None:
-        _recorder.launches.append(Launch(kernel, grid, args, constexprs, warps, stages, registers))
+    launches = recorded()
+    if launches is not None:
+        launches.append(Launch(kernel, grid, args, constexprs, warps, stages, registers))
         return
     first = args[0]
     if tracing.traced(first):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tileops.kernels.common.launch import machine
+from tileops.kernels.common.recorder import machine
 
 MOST_COLUMNS = 512  # of a head, in registers and shared memory at once
 

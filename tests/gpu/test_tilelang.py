@@ -1,0 +1,209 @@
+"""TileLang kernels on a Hopper GPU: graphs, streams, compilers. Values are in every other file."""
+
+import pytest
+import torch
+
+from ops_registry.accuracy import FORWARD
+from ops_registry.targets import aside
+from tests import checks
+from tests.gpu import twins
+from tileops import explain
+from tileops.attention import GQADenseFwdOp
+from tileops.kernels.common import tilelang_launch
+
+BF16 = torch.bfloat16
+
+
+def served():
+    """Whether a TileLang kernel serves on this machine."""
+    if not torch.cuda.is_available():
+        return False
+    return "builtin/tilelang: serves" in explain(GQADenseFwdOp(), *noise(256))
+
+
+def noise(rows, heads=8, heads_kv=2, dim=128, batch=2, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shapes = ((batch, rows, heads, dim), *[(batch, rows + 64, heads_kv, dim)] * 2)
+    return [torch.randn(s, generator=generator, device="cuda").to(BF16) for s in shapes]
+
+
+pytestmark = pytest.mark.skipif(not served(), reason="no TileLang kernel serves here")
+OP = GQADenseFwdOp()
+
+
+def judge(o, given):
+    """o against the float64 twin of the dense call."""
+    call = OP.contract.Call(*OP.bound(*given, *[None] * 5))
+    checks.assert_close(o, twins.twin(call)[0], FORWARD[BF16])
+
+
+def graph_of(given, stream=None):
+    """The graph of a call that was made before, and its result."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        o = OP(*given)
+    return graph, o
+
+
+def overwrite(given, seed):
+    for x, new in zip(given, noise(given[0].shape[1], seed=seed), strict=True):
+        x.copy_(new)
+
+
+def test_explain_names_it():
+    lines = explain(OP, *noise(256)).splitlines()
+    assert lines[1:3] == [
+        "  builtin/tilelang: serves",
+        "  builtin/triton: would serve, a better one does",
+    ]
+    assert "serves 128 and more query rows" in explain(OP, *noise(5))
+
+
+@pytest.fixture(params=["tilelang", "triton"])
+def kernel(request):
+    """The kernel that serves, and the one behind it, which calls of these sizes hid elsewhere."""
+    with aside(*({"tilelang"} - {request.param})):
+        yield
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("dim, group", [(64, 8), (64, 1), (128, 4), (128, 3)])
+@pytest.mark.parametrize("rows", [128, 129, 255, 640, 1537])
+def test_values(rows, dim, group, is_causal):
+    op = GQADenseFwdOp(is_causal=is_causal)
+    given = noise(rows, 2 * group, 2, dim)
+    call = op.contract.Call(*op.bound(*given, *[None] * 5))
+    expected = twins.twin(call)[0]
+    for _ in range(3):
+        checks.assert_close(op(*given), expected, FORWARD[BF16])
+
+
+def test_replays_on_other_inputs():
+    given = noise(700)
+    OP(*given)
+    graph, o = graph_of(given)
+    for seed in (1, 2):
+        overwrite(given, seed)
+        graph.replay()
+        judge(o, given)
+
+
+def test_more_captures_than_counters(monkeypatch):
+    """Those that are left without one zero their own in the graph."""
+    given = noise(300)
+    OP(*given)
+    monkeypatch.setattr(tilelang_launch, "SLOTS", 0)
+    graph, o = graph_of(given)
+    for seed in (1, 2, 3):
+        overwrite(given, seed)
+        graph.replay()
+        judge(o, given)
+
+
+def test_two_streams_at_once():
+    several = [noise(900, seed=seed) for seed in range(2)]
+    streams = [torch.cuda.Stream() for _ in several]
+    OP(*several[0])
+    torch.cuda.synchronize()
+    found = [[], []]
+    for _ in range(20):
+        for stream, given, outputs in zip(streams, several, found, strict=True):
+            with torch.cuda.stream(stream):
+                outputs.append(OP(*given))
+    torch.cuda.synchronize()
+    for given, outputs in zip(several, found, strict=True):
+        judge(outputs[0], given)
+        assert all(torch.equal(outputs[0], o) for o in outputs[1:])
+
+
+def test_two_graphs_of_one_stream_at_once():
+    """Captured on one stream, replayed on two: their launches overlap."""
+    several = [noise(900, seed=seed) for seed in range(2)]
+    OP(*several[0])
+    capturing = torch.cuda.Stream()
+    graphs = [graph_of(given, capturing) for given in several]
+    expected = [OP(*given) for given in several]
+    streams = [torch.cuda.Stream() for _ in several]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream, (graph, _) in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for (_, o), e in zip(graphs, expected, strict=True):
+        assert torch.equal(o, e)
+
+
+def test_counters_are_zero_after_each_call():
+    for rows in (128, 300, 2000):
+        OP(*noise(rows))
+        torch.cuda.synchronize()
+        assert tilelang_launch.counter(noise(1)[0]).item() == 0
+
+
+def test_side_stream():
+    """The launch waits for what the current stream does before."""
+    OP(*noise(500))
+    given = noise(500)
+    late = [torch.zeros_like(x) for x in given]
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        for x, y in zip(late, given, strict=True):
+            x.copy_(y)
+        o = OP(*late)
+    stream.synchronize()
+    judge(o, given)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_other_device():
+    given = [x.to("cuda:1") for x in noise(300)]
+    with torch.cuda.device(0):
+        o = OP(*given)
+        assert torch.cuda.current_device() == 0 and o.device.index == 1
+    assert torch.equal(o.cpu(), OP(*(x.to("cuda:0") for x in given)).cpu())
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_compiled_whole(mode):
+    """The program calls the operator, which chooses at every call."""
+    with checks.fresh_dynamo(), torch.no_grad():
+        compiled = torch.compile(lambda *x: OP(*x), dynamic=True, fullgraph=True, mode=mode)
+        for rows in (300, 301, 5, 1000):
+            for _ in range(3):
+                torch.compiler.cudagraph_mark_step_begin()
+                given = noise(rows)
+                judge(compiled(*given).clone(), given)
+
+
+def test_gradients():
+    """Inputs that require gradients reach the kernel; the backward is Triton's."""
+    given = noise(256)
+    leaves = [x.clone().requires_grad_() for x in given]
+    do = torch.randn_like(given[0])
+    o = OP(*leaves)
+    judge(o.detach(), given)
+    found = torch.autograd.grad(o, leaves, do)
+    with aside("tilelang"):
+        expected = torch.autograd.grad(OP(*leaves), leaves, do)
+    for x, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, e, atol=2e-2, rtol=2e-2)
+
+
+def test_after_a_call_that_failed():
+    given = noise(300)
+    OP(*given)
+    with pytest.raises(ValueError, match="v must have shape"):
+        OP(given[0], given[1], given[2][..., 1:])
+    judge(OP(*given), given)
+
+
+def test_addresses_that_it_cannot_read():
+    q, k, v = noise(300)
+    room = torch.empty(q.numel() + 1, dtype=BF16, device="cuda")
+    moved = room[1:].view(q.shape).copy_(q)
+    assert "multiples of 16 bytes" in explain(OP, moved, k, v)
+    judge(OP(moved, k, v), (q, k, v))

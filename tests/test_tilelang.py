@@ -1,0 +1,579 @@
+"""How TileLang kernels are chosen, compiled and launched, without a GPU and without TileLang.
+
+What they compute is seen on a GPU, in `tests/gpu`.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ops_registry import targets, tracing
+from ops_registry.contract import BUILTIN_KERNELS, CONTRACTS, E4M3
+from ops_registry.errors import KernelUnavailableError, NoKernelError
+from tests import checks, meta_calls
+from tests.test_imports import attempt, python
+from tests.test_triton_tracing import FakeDriver
+from tileops import warmup
+from tileops.kernels.attention.gqa_dense import tilelang as dense
+from tileops.kernels.attention.gqa_dense import triton as portable
+from tileops.kernels.common import tilelang_launch, tilelang_limits
+from tileops.kernels.common.machine import H200, Machine
+from tileops.kernels.common.recorder import recording
+
+triton = pytest.importorskip("triton")
+
+DENSE = CONTRACTS["gqa_dense_fwd"]
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """TileLang and nvcc are there."""
+    monkeypatch.setattr(tilelang_limits, "_missing", lambda: None)
+    monkeypatch.setattr(tilelang_limits, "_broken", None)
+
+
+def meta(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def call(**changes):
+    given = {"q": meta(2, 300, 8, 128), "k": meta(2, 400, 2, 128), "v": meta(2, 400, 2, 128)}
+    return DENSE.Call(**given | changes)
+
+
+def said(machine=H200, **changes):
+    """Why the TileLang kernel declines a dense call on a machine."""
+    kernel = next(k for k in BUILTIN_KERNELS["gqa_dense_fwd"] if k.name == "tilelang")
+    with recording(machine):
+        return kernel.refusal(call(**changes))
+
+
+# ------------------------------------------------------------------------------------ refusals
+
+
+def test_what_is_served(compiler):
+    assert said() is None
+    assert said(is_causal=False, sm_scale=0.3, q=meta(2, 128, 8, 128)) is None
+    assert said(window_size_right=0, softcap=0.0, window_size_left=2**30) is None
+    half = {n: meta(1, 300, 2, 64, dtype=torch.float16) for n in "qkv"}
+    assert said(**half) is None
+
+
+@pytest.mark.parametrize("machine", [("cuda", 80), ("cuda", 89), ("cuda", 100), ("hip", "gfx942")])
+def test_other_gpus(machine):
+    assert said(Machine(*machine, 100)) == "needs a GPU of compute capability 9.0"
+
+
+K = meta(2, 400, 2, 128)
+ODD = torch.empty(2 * 300 * 8 * 128 + 8, dtype=BF16)[1:-7].view(2, 300, 8, 128)
+REFUSED = [
+    ({"window_size_left": 127}, "has no window_size_left, got 127"),
+    ({"window_size_left": 0}, "has no window_size_left, got 0"),
+    ({"window_size_right": 5, "is_causal": False}, "has no window_size_right, got 5"),
+    ({"softcap": 50.0}, "has no softcap, got 50.0"),
+    ({"pos_encoding_mode": "rope"}, "has no pos_encoding_mode, got 'rope'"),
+    ({"q": meta(2, 127, 8, 128)}, "serves 128 and more query rows of a request, got S_q=127"),
+    ({"q": meta(2, 300, 8, 96)}, "serves head dims of 64 and 128 columns, got D=96"),
+    (
+        {"q": meta(2, 300, 8, 128, dtype=E4M3)},
+        "serves float16 and bfloat16, got q of float8_e4m3fn",
+    ),
+    (
+        {"k": meta(2, 0, 2, 128)},
+        "serves no empty tensors, got k of shape [2, 0, 2, 128]",
+    ),
+    (
+        {"q": meta(0, 300, 8, 128)},
+        "serves no empty tensors, got q of shape [0, 300, 8, 128]",
+    ),
+    (
+        {"k": meta(2, 400, 4, 128)[:, :, ::2]},
+        "reads contiguous tensors, got k with strides (204800, 512, 256, 1)",
+    ),
+    ({"q": ODD}, "reads from multiples of 16 bytes, got q between them"),
+    (
+        {"v": meta(2, 1 << 22, 2, 128)},
+        "serves tensors of less than 2 GiB, got v of shape [2, 4194304, 2, 128]",
+    ),
+]
+
+
+@pytest.mark.parametrize("changes, sentence", REFUSED, ids=range(len(REFUSED)))
+def test_refusals(changes, sentence, compiler):
+    assert said(**changes) == sentence
+
+
+def test_sinks_are_not_shown(compiler):
+    packed = CONTRACTS["gqa_varlen_fwd"]
+    given = dict(meta_calls.CALLS["gqa_varlen_fwd"])["d64-window-sinks"]
+    found = given._replace(window_size_left=-1, window_size_right=-1)
+    assert tilelang_limits.option_refusal(found) == "has no sinks"
+    assert tilelang_limits.option_refusal(found._replace(sinks=None)) is None
+    assert set(tilelang_limits.LACKING) & set(packed.Call._fields)
+
+
+def test_the_error_of_a_call_that_nobody_serves_names_it():
+    with recording(Machine("cuda", 75, 40)), pytest.raises(NoKernelError) as error:
+        targets.select(DENSE, _on_gpu(call()), BUILTIN_KERNELS["gqa_dense_fwd"])
+    assert "builtin/tilelang needs a GPU of compute capability 9.0\n" in str(error.value)
+
+
+def _on_gpu(call):
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        return call._replace(
+            **{
+                name: torch.empty(getattr(call, name).shape, dtype=BF16, device="cuda")
+                for name in "qkv"
+            }
+        )
+
+
+# -------------------------------------------------------------------------- what is not loaded
+
+DECLINED = """
+import sys, torch, tileops
+from ops_registry.contract import BUILTIN_KERNELS, CONTRACTS
+from tileops.kernels.common.machine import Machine
+from tileops.kernels.common.recorder import recording
+
+def said(arch, rows):
+    q = torch.empty(1, rows, 2, 64, dtype=torch.bfloat16, device="meta")
+    call = CONTRACTS["gqa_dense_fwd"].Call(q, q, q)
+    with recording(Machine("cuda", arch, 100)):
+        print(BUILTIN_KERNELS["gqa_dense_fwd"][0].refusal(call))
+"""
+
+
+def test_a_call_that_it_declines_does_not_load_tilelang():
+    pytest.importorskip("tilelang")
+    code = DECLINED + "said(80, 300); said(90, 5); print('tilelang' in sys.modules)"
+    assert python(code).splitlines() == [
+        "needs a GPU of compute capability 9.0",
+        "serves 128 and more query rows of a request, got S_q=5",
+        "False",
+    ]
+
+
+def test_without_tilelang():
+    absent = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == "tilelang" else find(name)
+"""
+    assert python(absent + DECLINED + "said(90, 300); said(80, 300)").splitlines() == [
+        "needs tilelang: pip install 'tileops[tilelang]'",
+        "needs a GPU of compute capability 9.0",
+    ]
+
+
+def test_without_nvcc(tmp_path):
+    pytest.importorskip("tilelang")
+    assert python(DECLINED + "said(90, 300)", CUDA_HOME=str(tmp_path)) == (
+        "needs nvcc of a CUDA toolkit: set CUDA_HOME, or "
+        "pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
+    )
+
+
+def test_an_installation_that_is_not_whole(tmp_path):
+    (tmp_path / "tilelang").mkdir()
+    (tmp_path / "tilelang" / "__init__.py").write_text("import libz3_that_is_not_there")
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + DECLINED + "said(90, 300)"
+    assert python(code) == (
+        "cannot import tilelang, which says: No module named 'libz3_that_is_not_there'"
+    )
+
+
+def test_loading_leaves_the_environment_and_the_log_alone():
+    pytest.importorskip("tilelang")
+    done = attempt(
+        """
+        import logging, os
+        from tileops.kernels.common import tilelang_limits
+        before = os.environ["PYTHONPATH"]
+        tilelang_limits.load()
+        assert os.environ["PYTHONPATH"] == before
+        assert not logging.root.handlers and logging.root.level == logging.WARNING
+        """
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# ------------------------------------------------------------------------------------- choosing
+
+
+@pytest.fixture
+def on_cpu(monkeypatch, compiler):
+    """The kernels of GPUs serve CPU tensors, and those of the CPU none: which was run last?"""
+    declines, ran = targets.Kernel.declines, []
+
+    def declined(kernel, call, packaged):
+        if "cuda" not in kernel.devices:
+            return "is not what is tested"
+        return declines(dataclasses.replace(kernel, devices=()), call, packaged)
+
+    def runs(name):
+        def run(out, call):
+            ran.append(name)
+            for x in out:
+                x.fill_(len(ran))
+
+        return run
+
+    monkeypatch.setattr(targets.Kernel, "declines", declined)
+    monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver())
+    monkeypatch.setattr(dense, "gqa_dense_fwd", runs("tilelang"))
+    return SimpleNamespace(
+        ran=ran,
+        only_names=lambda: monkeypatch.setattr(portable, "gqa_dense_fwd", runs("triton")),
+    )
+
+
+def tensors(rows, keys=300, dim=64):
+    return [torch.zeros(2, n, 4, dim, dtype=BF16) for n in (rows, keys, keys)]
+
+
+def is_whole(*given, dynamic=None):
+    """Whether a compiler finds the operator in the graph, with no guards but those of `infer`."""
+    call = DENSE.Call(*given)
+    dynamic = dynamic or {}
+
+    def read(graph):
+        return {node.target for node in graph.nodes}
+
+    found = checks.recorded(DENSE.op, call, dynamic, read)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracing, "exporting", lambda: True)
+        alone = checks.recorded(DENSE.op, call, dynamic, read)
+    assert found.guards <= alone.guards and found.specialized == alone.specialized
+    assert DENSE.op in alone.seen
+    return DENSE.op in found.seen
+
+
+def test_compiled_whole(on_cpu):
+    rows = {"q": (1,), "k": (1,), "v": (1,)}
+    assert is_whole(*tensors(300, 400))
+    assert is_whole(*tensors(300, 400), dynamic=rows)
+    assert is_whole(*tensors(5, 400), dynamic=rows)  # which may have 300 rows in the next call
+    every = {name: (0, 1) for name in "qkv"}
+    assert is_whole(*tensors(300, 400), dynamic=every)
+
+
+def test_compiled_into_the_graph(on_cpu):
+    assert not is_whole(*tensors(1))
+    assert not is_whole(*tensors(1), dynamic={"k": (1,), "v": (1,)})  # decode
+    assert not is_whole(*tensors(127, 400))
+    assert not is_whole(*tensors(300, 400, dim=32))
+    q, k, v = tensors(300, 400)
+    apart = k.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not is_whole(q, apart, v)
+
+
+def test_packages_have_no_tilelang(on_cpu):
+    rows = {"q": (1,), "k": (1,), "v": (1,)}
+    with checks.lowered():
+        assert not is_whole(*tensors(300, 400))
+        assert not is_whole(*tensors(300, 400), dynamic=rows)
+
+
+def test_a_compiled_program_chooses_at_each_call(on_cpu):
+    on_cpu.only_names()
+    with checks.fresh_dynamo(), torch.no_grad():
+        compiled = torch.compile(DENSE.op, backend="aot_eager", dynamic=True, fullgraph=True)
+        given = tensors(300)
+        apart = given[1].transpose(1, 2).contiguous().transpose(1, 2)
+        for rows in (300, 140, 5):
+            compiled(*tensors(rows))
+        assert on_cpu.ran == ["tilelang", "tilelang", "triton"]
+    DENSE.op(given[0], apart, given[2])
+    assert on_cpu.ran[3:] == ["triton"]
+
+
+def test_what_is_set_aside_serves_nothing(on_cpu):
+    on_cpu.only_names()
+    with targets.aside("tilelang"):
+        DENSE.op(*tensors(300))
+    DENSE.op(*tensors(300))
+    assert on_cpu.ran == ["triton", "tilelang"]
+
+
+def test_a_kernel_that_cannot_be_compiled_gives_way(on_cpu, monkeypatch):
+    on_cpu.only_names()
+
+    def fails(out, call):
+        tilelang_limits.give_up("could not be compiled: nvcc says no")
+        raise KernelUnavailableError("no")
+
+    monkeypatch.setattr(dense, "gqa_dense_fwd", fails)
+    o, _ = DENSE.op(*tensors(300))
+    DENSE.op(*tensors(300))
+    assert on_cpu.ran == ["triton", "triton"] and (o == 1).all()
+    assert said() == "could not be compiled: nvcc says no"
+
+
+# ------------------------------------------------------------------------ compiling, launching
+
+
+@pytest.fixture
+def built(monkeypatch, compiler):
+    """What is built, by a compiler that takes its time; launches of CPU tensors."""
+    found = []
+
+    def build(constants):
+        time.sleep(0.2)
+        found.append(constants)
+        return lambda *args: found.append(args)
+
+    monkeypatch.setattr(tilelang_launch, "_compiled", {})
+    monkeypatch.setattr(tilelang_launch, "_built", build)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    return found
+
+
+def make(**constants):
+    return constants
+
+
+def test_threads_compile_a_kernel_once(built):
+    x = torch.zeros(3)
+    several = [
+        threading.Thread(target=tilelang_launch.launch, args=(make, x, (index,)), kwargs={"D": 64})
+        for index in range(5)
+    ]
+    for thread in several:
+        thread.start()
+    for thread in several:
+        thread.join()
+    tilelang_launch.launch(make, x, (9,), D=128)
+    assert built[0] == {"D": 64} and built.count({"D": 64}) == 1
+    assert sorted(x[0] for x in built if isinstance(x, tuple)) == [0, 1, 2, 3, 4, 9]
+    assert built[-2:] == [{"D": 128}, (9,)]
+
+
+def test_what_is_compiled_waits_for_no_compilation(built):
+    x = torch.zeros(3)
+    tilelang_launch.launch(make, x, (1,), D=64)
+    with tilelang_launch._compiling:
+        tilelang_launch.launch(make, x, (2,), D=64)
+    assert built[-1] == (2,)
+
+
+def test_a_failure_is_told_once(built, monkeypatch, caplog):
+    def fails(constants):
+        raise RuntimeError(
+            "__global__ void error();\nCompilation error:\nkernel.cu(3): error: no such thing\n"
+            "Command: nvcc"
+        )
+
+    monkeypatch.setattr(tilelang_launch, "_built", fails)
+    with caplog.at_level(logging.WARNING, "tileops"):
+        for dim in (64, 64, 128):
+            with pytest.raises(KernelUnavailableError, match="no such thing"):
+                tilelang_launch.launch(make, torch.zeros(3), (), D=dim)
+    [record] = caplog.records
+    sentence = "could not be compiled: kernel.cu(3): error: no such thing"
+    assert record.getMessage().endswith(f"one of which {sentence}")
+    assert tilelang_limits.compiler_refusal() == sentence
+
+
+def test_launches_are_recorded():
+    with recording(H200) as found:
+        tilelang_launch.launch(make, meta(3), (1, 2), D=64)
+    [launch] = found
+    assert (launch.name, launch.args, launch.constants) == ("test_tilelang", (1, 2), {"D": 64})
+
+
+WAITING = """
+import time, torch
+from tileops.kernels.common import tilelang_launch as launch, tilelang_limits
+
+def make(D):
+    return 0.8 if D == 64 else 0.0
+
+tilelang_limits._missing = lambda: None
+launch.PATIENCE = 0.2
+launch._built = lambda seconds: time.sleep(seconds) or print
+torch.cuda.current_device = lambda: None
+for dim in (64, 64, 128):
+    launch.launch(make, torch.zeros(1), (dim,), D=dim)
+"""
+
+
+def test_a_first_call_says_what_it_waits_for():
+    done = attempt(WAITING)
+    assert (done.returncode, done.stdout) == (0, "64\n64\n128\n")
+    assert done.stderr == (
+        "tileops compiles __main__(D=64) for this GPU, once; "
+        "`python -m tileops.warmup` does it ahead\n"
+    )
+
+
+def test_the_notice_can_be_switched_off():
+    quiet = "import logging\nlogging.getLogger('tileops').setLevel(logging.ERROR)\n"
+    done = attempt(quiet + WAITING)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+TOUCH = """
+import json, sys
+import tilelang.language as T
+from tileops.kernels.common import tilelang_launch, tilelang_limits
+
+def make(text):
+    @T.prim_func
+    def touch(x: T.Tensor((128,), "float32")):
+        with T.Kernel(1, threads=128) as block:
+            T.import_source(text)
+            x[T.get_thread_binding()] = T.float32(1)
+
+    return touch
+
+asked = []
+class Compiler:
+    @staticmethod
+    def compile(function, **options):
+        options.pop("target")
+        asked.append(tilelang_limits.importlib.import_module("tilelang.cache")._dispatch_map[
+            "tvm_ffi"]._generate_key(function, None, args=(), **options))
+        raise ValueError
+
+tilelang_limits.load = lambda: Compiler
+for text, minor in (("int a;", 0), ("int a;", 0), ("int b;", 0), ("int a;", 1)):
+    tilelang_launch._nvcc_version = lambda: (13, minor)
+    try:
+        tilelang_launch._built(make(text))
+    except ValueError:
+        pass
+print(json.dumps([asked.index(key) for key in asked]))
+"""
+
+
+def test_binaries_are_kept_by_source_and_version(tmp_path):
+    """TileLang's key holds the included text; the version of nvcc is added to it here."""
+    pytest.importorskip("tilelang")
+    (tmp_path / "touch.py").write_text(TOUCH)
+    code = f"import runpy; runpy.run_path({str(tmp_path / 'touch.py')!r}, run_name='touch')"
+    assert python(code, TILELANG_CACHE_DIR=str(tmp_path)) == "[0, 0, 2, 3]"
+
+
+@pytest.mark.aot
+def test_a_compilation_prints_nothing_and_is_read_back(tmp_path):
+    pytest.importorskip("tilelang")
+    if tilelang_limits.compiler_refusal() is not None:
+        pytest.skip(str(tilelang_limits.compiler_refusal()))
+    text = TOUCH.partition("asked =")[0] + "print(tilelang_launch._compile(make, {'text': ''}, 0))"
+    (tmp_path / "touch.py").write_text(text)
+    code = f"import runpy; runpy.run_path({str(tmp_path / 'touch.py')!r}, run_name='touch')"
+    cache = str(tmp_path / "cache")
+    first = attempt(code, TILELANG_CACHE_DIR=cache)
+    assert first.returncode == 0 and first.stdout == "ffi.Function\n", first.stdout + first.stderr
+    second = attempt(code, TILELANG_CACHE_DIR=cache, CXX="false", PATH="/nowhere")
+    assert (second.stdout, second.stderr) == ("ffi.Function\n", ""), second.stderr
+
+
+# ------------------------------------------------------------------------------------- counters
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Streams that a test names, capturing or not, and tables of counters on the CPU."""
+    state = SimpleNamespace(current=1, capturing=False, device=0, zeroed=0, tables=0)
+
+    def table(device):
+        state.tables += 1
+        return torch.zeros(tilelang_launch.SLOTS, tilelang_launch.SLOT, dtype=torch.int32)
+
+    def zeros(*size, dtype, device):
+        state.zeroed += 1
+        return torch.empty(size, dtype=dtype).zero_()
+
+    monkeypatch.setattr(tilelang_launch, "_counters", {})
+    monkeypatch.setattr(tilelang_launch, "_table", table)
+    monkeypatch.setattr(tilelang_launch, "SLOTS", 4)
+    current = SimpleNamespace(
+        zeros=zeros,
+        int32=torch.int32,
+        cuda=SimpleNamespace(
+            current_device=lambda: state.device,
+            device=lambda device: _using(state, device.index),
+            is_current_stream_capturing=lambda: state.capturing,
+            current_stream=lambda: SimpleNamespace(cuda_stream=state.current),
+        ),
+    )
+    monkeypatch.setattr(tilelang_launch, "torch", current)
+    return state
+
+
+@contextlib.contextmanager
+def _using(state, device):
+    before, state.device = state.device, device
+    yield
+    state.device = before
+
+
+def counter(device=0):
+    found = tilelang_launch.counter(SimpleNamespace(device=torch.device("cuda", device)))
+    assert found.shape == (1,) and found.dtype is torch.int32
+    return found.data_ptr()
+
+
+def test_a_stream_has_one_counter(streams):
+    first = counter()
+    assert counter() == first
+    streams.current = 2
+    second = counter()
+    assert second != first and second % 128 == first % 128
+    streams.current = 1
+    assert counter() == first
+    assert counter(device=1) not in (first, second) and streams.device == 0
+    assert streams.tables == 2 and streams.zeroed == 0
+
+
+def test_a_captured_launch_has_its_own(streams):
+    eager = counter()
+    streams.capturing = True
+    captured = [counter() for _ in range(3)]
+    assert len({eager, *captured}) == 4 and streams.zeroed == 0
+    counter()
+    assert streams.zeroed == 1  # the table is used up
+    streams.capturing = False
+    assert counter() == eager and streams.tables == 1
+    streams.current = 2
+    assert counter() not in (eager, *captured) and streams.tables == 2
+
+
+def test_a_capture_before_any_eager_call(streams):
+    streams.capturing = True
+    counter()
+    assert (streams.zeroed, streams.tables) == (1, 0)
+
+
+def test_threads_get_one_counter_of_a_stream(streams):
+    found = []
+    several = [threading.Thread(target=lambda: found.append(counter())) for _ in range(8)]
+    for thread in several:
+        thread.start()
+    for thread in several:
+        thread.join()
+    assert len(found) == 8 and len(set(found)) == 1 and streams.tables == 1
+    # A thread that looked before there was one asks for it again.
+    assert tilelang_launch._counters[0].of(streams.current).data_ptr() == found[0]
+
+
+# -------------------------------------------------------------------------------------- warm-up
+
+
+def test_warmup_compiles_what_serves_other_lengths_too(on_cpu, monkeypatch):
+    on_cpu.only_names()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    decode, prefill = warmup.plan(["gqa_dense_fwd"], {})
+    assert warmup.compile_call(decode, "cpu") is None
+    assert warmup.compile_call(prefill, "cpu") is None
+    assert on_cpu.ran == ["triton", "triton", "triton", "tilelang"]

@@ -1,0 +1,144 @@
+"""What the TileLang kernels do not serve, in sentences that all of them share.
+
+Nothing here reads the contents of a tensor or, while a compiler traces, looks at a symbolic size:
+what is not known then is decided when the program runs. TileLang itself is loaded last, by a call
+that nothing else speaks against.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops_registry import tracing
+from tileops.kernels.common.recorder import machine
+
+ARCH = 90  # the kernels are made of instructions that no other architecture has
+HALF = (torch.float16, torch.bfloat16)
+DIMS = (64, 128)
+FEWEST = 128  # query rows of a request below which another kernel is faster
+ALIGNMENT = 16  # bytes, of where the copy engine starts
+MOST_BYTES = 2**31  # of a tensor: strides are 32-bit
+FAR = 2**30  # a window from which on every key is in it
+# Options that the kernels lack, and whether a call uses them.
+LACKING: dict[str, Callable[[Any], bool]] = {
+    "window_size_left": lambda call: 0 <= call.window_size_left < FAR,
+    "window_size_right": lambda call: not call.is_causal and 0 <= call.window_size_right < FAR,
+    "softcap": lambda call: bool(call.softcap),
+    "sinks": lambda call: call.sinks is not None,
+    "pos_encoding_mode": lambda call: call.pos_encoding_mode != "none",
+    "fuse_rope": lambda call: call.fuse_rope,
+}
+
+
+def refusal(call: Any) -> str | None:
+    """Why kernels cannot be compiled for the device of a call."""
+    device = machine(call[0])
+    if device.backend == "cuda" and device.arch == ARCH:
+        return None
+    return "needs a GPU of compute capability 9.0"
+
+
+def option_refusal(call: Any) -> str | None:
+    """Why the options of a call are not served."""
+    for name in _lacking(type(call)):
+        if LACKING[name](call):
+            value = getattr(call, name)
+            return f"has no {name}" + ("" if isinstance(value, Tensor) else f", got {value!r}")
+    return None
+
+
+@functools.cache
+def _lacking(call_type: Any) -> tuple[str, ...]:
+    return tuple(name for name in LACKING if name in call_type._fields)
+
+
+def tensor_refusal(q: Tensor, **keys: Tensor) -> str | None:
+    """Why queries [..., H, D] and what holds keys and values are not served, by their names."""
+    dim = q.shape[-1]
+    if dim not in DIMS:
+        return f"serves head dims of 64 and 128 columns, got D={dim}"
+    problem = _problem("q", q)
+    for name, x in keys.items():
+        problem = problem or _problem(name, x)
+    return problem
+
+
+def _problem(name: str, x: Tensor) -> str | None:
+    """Why the copy engine or the products cannot take x."""
+    if x.dtype not in HALF:
+        return f"serves float16 and bfloat16, got {name} of {str(x.dtype).removeprefix('torch.')}"
+    traced = tracing.traced(x)
+    if traced and not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
+        return None
+    elements = x.numel()
+    if not elements:
+        return f"serves no empty tensors, got {name} of shape {list(x.shape)}"
+    if elements * x.dtype.itemsize >= MOST_BYTES:
+        return f"serves tensors of less than 2 GiB, got {name} of shape {list(x.shape)}"
+    if not x.is_contiguous():
+        return f"reads contiguous tensors, got {name} with strides {x.stride()}"
+    if not traced and x.data_ptr() % ALIGNMENT:
+        return f"reads from multiples of {ALIGNMENT} bytes, got {name} between them"
+    return None
+
+
+def length_refusal(rows: Any, argument: str) -> str | None:
+    """Why requests of so few query rows are left to another kernel."""
+    if isinstance(rows, int) and rows < FEWEST:
+        return f"serves {FEWEST} and more query rows of a request, got {argument}={rows}"
+    return None
+
+
+# -------------------------------------------------------------------------- what compiles them
+
+_broken: str | None = None
+
+
+def give_up(reason: str) -> None:
+    """No kernel can be compiled here: all decline from now on."""
+    global _broken
+    _broken = reason
+
+
+def compiler_refusal() -> str | None:
+    """Why nothing can be compiled on this machine; the first time TileLang is imported, 2 s."""
+    return _broken or _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
+    try:
+        load()
+        nvcc = importlib.import_module("tilelang.contrib.nvcc")
+        compiler = importlib.import_module("tilelang.contrib.cc").get_cplus_compiler()
+    except Exception as error:  # whatever an installation that is not whole raises
+        return f"cannot import tilelang, which says: {error}"
+    if not os.path.exists(nvcc.CUDA_HOME) or not os.path.exists(nvcc.get_nvcc_compiler()):
+        return (
+            "needs nvcc of a CUDA toolkit: set CUDA_HOME, or "
+            "pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
+        )
+    if compiler is None:
+        return "needs a C++ compiler beside nvcc: install g++"
+    return None
+
+
+@functools.cache
+def load() -> ModuleType:
+    """TileLang, without the folder of TVM that it leaves to the processes started later."""
+    before = os.environ.get("PYTHONPATH")
+    try:
+        return importlib.import_module("tilelang")
+    finally:
+        if before is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = before
