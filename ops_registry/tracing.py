@@ -12,6 +12,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 
 __all__ = [
     "FunctionalTensorMode",
+    "always",
     "exporting",
     "foreign",
     "keep_loop_inputs",
@@ -53,6 +54,18 @@ def foreign(types: tuple[type, ...]) -> bool:
 def traced(tensor: torch.Tensor) -> bool:
     """True for the stand-ins that flow through a compiler in place of tensors."""
     return isinstance(tensor, (FunctionalTensor, FakeTensor))
+
+
+def always(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds; of a traced program, for all sizes without a guard.
+
+    Eager calls stay without sympy, which takes longer to import than all else that they need.
+    """
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,30 @@ def test_loads_no_kernel_language(first):
     assert python(code).splitlines()[-1] == "[]"
 
 
+EAGER = {
+    "cpu": """
+from tests.cases import all_cases
+for case in {case.contract.name: case for case in all_cases()}.values():
+    case.contract.op(*case.call(3))
+""",
+    "launchers": """
+from tests import aot, meta_calls
+for name, calls in meta_calls.CALLS.items():
+    for _, call in calls:
+        aot.launches(name, call, aot.CHIPS["sm_90"])
+""",
+}
+
+
+@pytest.mark.parametrize("calls", EAGER)
+def test_eager_calls_load_no_symbolic_algebra(calls):
+    """It takes longer to import than all else that a first call needs."""
+    if calls == "launchers":
+        pytest.importorskip("triton")
+    code = "import sys, torch\nbefore = set(sys.modules)\n" + EAGER[calls]
+    assert python(code + "print('sympy' in sys.modules.keys() - before)") == "False"
+
+
 def test_onnx_without_onnxscript_says_what_to_install():
     done = attempt(WITHOUT.format(names=("onnxscript",)) + "import tileops.onnx")
     last = done.stderr.strip().splitlines()[-1]

@@ -8,9 +8,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ops_registry.tracing import view_base
+from ops_registry.tracing import always, view_base
 from tileops.kernels.common.fp8 import E4M3, E4M3_MAX
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # widest first: fewer copies
@@ -32,7 +31,7 @@ def scatter_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
     whole, offset = _whole(pool, len(tail))
     extents = whole.shape[: whole.dim() - len(tail)]
     flat = pool.reshape(-1, *tail)
-    if statically_known_true(flat.shape[0] == 0):
+    if always(flat.shape[0] == 0):
         return
     device = rows.device
     none = torch.zeros(1, dtype=torch.int64, device=device)
@@ -62,7 +61,7 @@ def _counts(rows: int, pool_rows: int) -> tuple[int, int]:
     if isinstance(pool_rows, int):
         return 1, rows + 1
     step = 1
-    while statically_known_true(pool_rows >= FEW * step):
+    while always(pool_rows >= FEW * step):
         step *= 2
     few = torch.sym_min((pool_rows + step - 1) // step, FEW)
     # At least few * (rows + 1) / few, by a divisor that is never 0.
@@ -75,10 +74,10 @@ def _whole(pool: Tensor, tail: int) -> tuple[Tensor, int]:
     row = math.prod(pool.shape[pool.dim() - tail :])
     offset = pool.storage_offset() - base.storage_offset()
     same = base.dim() > tail and all(
-        statically_known_true(a == b)
+        always(a == b)
         for a, b in zip(base.shape[base.dim() - tail :], pool.shape[-tail:], strict=True)
     )
-    if same and base.is_contiguous() and statically_known_true(offset % row == 0):
+    if same and base.is_contiguous() and always(offset % row == 0):
         return base, offset // row
     return pool, 0
 

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_registry import tracing
@@ -79,12 +78,13 @@ def dense_keys(k: Tensor, v: Tensor) -> Keys:
     batch, length, heads, dim = k.shape
     between, row, head, element = k.stride()
     traced = tracing.traced(k)
-    true = statically_known_true if traced else bool
     even = isinstance(row, int) and row >= dim and (traced or k.numel() > 0)
-    even = even and all(true(a == b) for a, b in zip(k.stride(), v.stride(), strict=True))
-    even = even and true(element == 1) and true(between % row == 0)
-    apart = not (true(head == dim) and row >= heads * dim)
-    if not even or (apart and not true(head % row == 0)):
+    even = even and all(
+        tracing.always(a == b) for a, b in zip(k.stride(), v.stride(), strict=True)
+    )
+    even = even and tracing.always(element == 1) and tracing.always(between % row == 0)
+    apart = not (tracing.always(head == dim) and row >= heads * dim)
+    if not even or (apart and not tracing.always(head % row == 0)):
         return Keys(k.flatten(0, 1), v.flatten(0, 1), length, length)
     spacing, spacing_head = between // row, head // row if apart else 0
     if not traced:  # tensor descriptors ask for the rows there are

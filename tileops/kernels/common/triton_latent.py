@@ -348,23 +348,16 @@ class Cache(NamedTuple):
     unit: int
 
 
-def known(condition: Any, x: Tensor) -> bool:
-    """Whether a condition on x's sizes holds; while x is traced, whether it always does."""
-    if tracing.traced(x):
-        return torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
-    return bool(condition)
-
-
 def dense_columns(x: Tensor) -> bool:
     """Whether columns of x [..., H, D] are dense, rows and heads a static distance apart."""
     static = isinstance(x.stride(-3), int) and isinstance(x.stride(-2), int)
-    return static and known(x.stride(-1) == 1, x)
+    return static and tracing.always(x.stride(-1) == 1)
 
 
 def strided(x: Tensor) -> Strided:
     """x [..., H, D], or a copy, as rows of one stride."""
     even = all(
-        known(x.stride(axis) == x.stride(axis + 1) * x.shape[axis + 1], x)
+        tracing.always(x.stride(axis) == x.stride(axis + 1) * x.shape[axis + 1])
         for axis in range(x.dim() - 3)
     )
     if not (even and dense_columns(x)):
@@ -377,7 +370,7 @@ def cache(x: Tensor) -> Cache:
     if not dense_columns(x):
         x = x.contiguous()
     # In units of a vector, so that the kernel knows that rows are aligned.
-    unit = VECTOR if known(x.stride(0) % VECTOR == 0, x) else 1
+    unit = VECTOR if tracing.always(x.stride(0) % VECTOR == 0) else 1
     return Cache(x, x.stride(1), x.stride(2), x.stride(0) // unit, unit)
 
 
