@@ -178,7 +178,7 @@ TABLES = {
             "stages": (2, 3, 4),
             "HOISTED": (0, 1),
         },
-        {"programs": (1, 2, 3, 4)},
+        {"programs": (1, 2, 3, 4), "programs_paged": (1, 2, 3)},
         at_dims(
             lambda dim: dense(f"decode-d{dim}", 32, 1, 4096, heads(32, 8, dim), HEADLINE),
             d64=known("paged-decode-gpt-oss-120b-b128-8k", "mha-decode-b16-l2048-h32-d64"),

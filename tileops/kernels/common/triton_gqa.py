@@ -150,10 +150,22 @@ def tiles_wanted(small: Any, limit: Any) -> list[tuple[str, Any]]:
 
 
 def splits_wanted(programs: Any, slots: int, keys: Any) -> Any:
-    """How many parts each tile's keys are walked in, to give every slot of the machine work."""
+    """How many parts each tile's keys are walked in, to give every slot of the machine work.
+
+    1 for no programs: of two shapes in a traced program the idle one has nothing to join.
+    """
     at_most = smaller(MAX_SPLITS, (keys + SPLIT_KEYS - 1) // SPLIT_KEYS)
-    wanted = slots // larger(programs, 1)
+    wanted = slots // larger(programs, 1) * smaller(programs, 1)
     return larger(smaller(wanted, at_most), 1)
+
+
+def busy_tiles(tokens: Any, requests: Any, group: int, block_m: int) -> Any:
+    """How many narrow tiles of a packed batch have rows, where no request is without tokens.
+
+    There may be one more for every request and one for padding: a decode step of one request
+    launches two, and splits that count both leave half of the machine idle.
+    """
+    return larger(smaller(tokens, requests), (tokens * group + block_m - 1) // block_m)
 
 
 def numbers_for(
@@ -161,6 +173,7 @@ def numbers_for(
 ) -> Mapping[str, int]:
     """Tile sizes, warps, stages and programs per multiprocessor.
 
+    programs_paged, where it is there: programs with pages, whose table takes one of the stages.
     shape: "narrow", "wide" through tensor descriptors, or wide through "pointers".
     rotated: keys are rotated as they are read.
     """
@@ -217,12 +230,15 @@ def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: 
         block_m = numbers["BLOCK_M"]
         if packed:
             tiles = (tokens * group // block_m + queries.requests + 1) * active
-            programs = tiles * heads_kv
+            programs = busy = tiles * heads_kv
+            if shape == "narrow":
+                busy = busy_tiles(tokens, queries.requests, group, block_m) * heads_kv * active
         else:
             tiles = (queries.length * group + block_m - 1) // block_m * active
-            programs = tiles * heads_kv * queries.requests
-        slots = device.processors * numbers["programs"]
-        splits = splits_wanted(programs, slots, keys.length)
+            programs = busy = tiles * heads_kv * queries.requests
+        resident = numbers.get("programs_paged") if keys.page else None
+        slots = device.processors * (resident or numbers["programs"])
+        splits = splits_wanted(busy, slots, keys.length)
         _launch(o, lse, queries, keys, k, v, scores, numbers, tiles, programs, splits)
 
 
