@@ -96,7 +96,14 @@ def e4m3_load(pointer, mask, dtype: tl.constexpr, NATIVE: tl.constexpr):
     pointer: to float8_e4m3fn with NATIVE, else to its bytes.
     """
     if NATIVE:
-        return tl.load(pointer, mask=mask, other=0.0).to(dtype)
+        codes = tl.load(pointer, mask=mask, other=0.0)
+        if dtype == tl.bfloat16:
+            # float16, which is a step on the way, would become bfloat16 one by one in a unit of
+            # few lanes; by way of float32 the common ones do it, two at a time.
+            values = codes.to(tl.float16).to(tl.float32).to(dtype)
+        else:
+            values = codes.to(dtype)
+        return values
     byte = tl.load(pointer.to(tl.pointer_type(tl.uint8), bitcast=True), mask=mask, other=0)
     return e4m3_value(byte).to(dtype)
 
