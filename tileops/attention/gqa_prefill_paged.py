@@ -16,7 +16,7 @@ from ops_registry.contract import register
 from ops_registry.targets import Target
 from tileops.op import Op
 
-KERNELS = ("triton", "cpu", "reference")
+KERNELS = ("tilelang", "triton", "cpu", "reference")
 
 register(
     GQA_PREFILL_PAGED_FWD,

@@ -21,7 +21,7 @@ from ops_registry.contract import register
 from ops_registry.targets import Target
 from tileops.op import Op, cast_to_autocast
 
-KERNELS = ("triton", "cpu", "reference")
+KERNELS = ("tilelang", "triton", "cpu", "reference")
 PACKAGE = "tileops.kernels.attention.gqa_varlen"
 
 register(
@@ -34,7 +34,8 @@ register(
     autocast=cast_to_autocast,
     contents=contents_gqa_varlen_fwd,
 )
-register(GQA_VARLEN_BWD, infer_gqa_varlen_bwd, KERNELS, package=PACKAGE)
+# TileLang has no backward.
+register(GQA_VARLEN_BWD, infer_gqa_varlen_bwd, KERNELS[1:], package=PACKAGE)
 
 
 class GQAVarlenFwdOp(Op):

@@ -13,13 +13,6 @@ from tilelang.layout import make_full_bank_swizzled_layout as swizzled
 
 from tileops.kernels.common.tilelang_rows import SOURCE
 
-PASSES = {
-    "tl.disable_warp_specialized": True,
-    "tl.disable_thread_storage_sync": True,
-    "tl.disable_shared_memory_reuse": True,
-    "tl.disable_buffer_init_check": True,
-    "tl.disable_safe_memory_legalize": True,
-}
 SWIZZLE_128B = 1
 FOREVER = 2**30
 PANEL = 64  # columns of a shared-memory panel: 128 bytes
@@ -51,7 +44,6 @@ def make(
     block_n: int = 128,
     consumers: int = 2,
     stages: int = 2,
-    trim: bool = False,
     slack: float = 8.0,
 ) -> Any:
     """The kernel of (q, k, v, o, lse, offsets, lengths, table, sinks, counter, scale, cap, left,
@@ -67,15 +59,15 @@ def make(
     counter [1] int32: zero before a launch, and after it.
     scale: log2(e) / sqrt(D), or the cap times log2(e) with softcap, where cap is
         2 log2(e) / (sqrt(D) cap). sinks [H] float32, natural logits.
-    requests: B. dense: blocks of ceil(S_q / (64 consumers)) rows, B * H times as many tiles, in
-        sections of so many of the B * H heads. CTAs: programs that share the tiles.
+    requests: B. Dense: blocks of ceil(S_q / (64 consumers)) rows, B * H times as many tiles, in
+        sections of so many of the B * H heads. Else section says whether requests are served
+        together (see `packed_tile`). CTAs: programs that share the tiles.
     slack: how many log2 units a row may grow before its reference moves.
     """
     consumer_regs, producer_regs = REGISTERS[consumers]
     D, G, BN, NW, ST, P = head_dim, group, block_n, consumers, stages, packed_heads
     BM = 64 * NW
     PER = BM // P  # tokens of a tile
-    RUN = min(PER, 64)  # rows of one head in a group
     DENSE, PAGED = layout == "dense", layout == "paged"
     S_REGS, O_REGS = BN // 2, D // 2
     BF16 = "true" if dtype == "bfloat16" else "false"
@@ -88,9 +80,11 @@ def make(
         T.dynamic(n)
         for n in ("batch", "seq_q", "seq_kv", "rows_q", "rows_kv", "heads", "heads_kv", "width")
     )
-    NO, NL, NT, NS = (T.dynamic(n) for n in ("offsets_size", "lengths_size", "tables", "sinks_size"))
+    NO, NL, NT, NS = (T.dynamic(n) for n in ("offsets_len", "lengths_len", "tables", "sinks_len"))
     Q_SHAPE, KV_SHAPE, LSE_SHAPE = (
-        ((B, SQ, H, D), (B, SK, HK, D), (B * H, SQ)) if DENSE else ((TQ, H, D), (TK, HK, D), (H, TQ))
+        ((B, SQ, H, D), (B, SK, HK, D), (B * H, SQ))
+        if DENSE
+        else ((TQ, H, D), (TK, HK, D), (H, TQ))
     )
     THREADS = 128 * (NW + 1)
     FLAGS = f"{PER}, {BN}, {str(left).lower()}, {str(right).lower()}"
@@ -109,8 +103,8 @@ def make(
                 "bool",
                 f"attn::packed_tile<{FLAGS}, {str(PAGED).lower()}, {str(appended).lower()}>",
                 T.access_ptr(tile_s[line, 0], "rw"), number, state.data,
-                T.access_ptr(offsets[0], "r"), T.access_ptr(lengths[0], "r"), requests,
-                T.truncdiv(H, P), w_left, w_right,
+                T.access_ptr(offsets[0], "r"), T.access_ptr(lengths[0], "r"), TQ, requests,
+                section, T.truncdiv(H, P), w_left, w_right,
             )  # fmt: skip
 
     @T.macro
@@ -152,14 +146,14 @@ def make(
             T.mbarrier_arrive(full[slot])
 
     @T.macro
-    def score_product(q_desc, k_desc, acc, q_at, k_at, columns):
-        """acc[64, columns] = q k^T, one group; q_at, k_at are offsets of the tiles in
+    def score_product(q_desc, k_desc, acc, q_at, k_at):
+        """acc[64, BN] = q k^T, one group; q_at, k_at are offsets of the tiles in
         units of 16 bytes, as in a descriptor."""
         T.warpgroup_arrive()
         for c in T.unroll(D // 16, explicit=True):
             T.ptx_wgmma_ss(
                 F32,
-                f"m64n{columns}k16",
+                f"m64n{BN}k16",
                 True,
                 True,
                 KIND,
@@ -178,10 +172,10 @@ def make(
         T.warpgroup_commit_batch()
 
     @T.macro
-    def value_product(p, v_desc, acc, v_at, steps, fresh):
-        """acc[64, D] (= if fresh, else +=) p v over the first 16 * steps keys, one group."""
+    def value_product(p, v_desc, acc, v_at, fresh):
+        """acc[64, D] (= if fresh, else +=) p v, one group."""
         T.warpgroup_arrive()
-        for c in T.unroll(steps, explicit=True):
+        for c in T.unroll(BN // 16, explicit=True):
             T.ptx_wgmma_rs(
                 F32,
                 f"m64n{D}k16",
@@ -209,7 +203,7 @@ def make(
                 T.call_extern(
                     "void",
                     f"attn::clear_rows<{BN}, {D}>",
-                    T.access_ptr(v_s[slot, 0, 0], "w"),
+                    T.access_ptr(v_s[slot, 0, 0], "r"),
                     first,
                     end,
                 )
@@ -224,22 +218,6 @@ def make(
                 "int32", f"attn::pool_row<{BN}, {PAGE}>", T.access_ptr(table[0, 0], "r"), W, b,
                 n, length, TK,
             )  # fmt: skip
-
-    @T.macro
-    def send_rows(q_s, o, slot, wg, first, live, head):
-        """The live rows of a group by its threads: the copy engine would go past the request."""
-        T.call_extern(
-            "void",
-            f"attn::send_rows<{D}, {Q_PANEL}, {PER}, {P}>",
-            T.access_ptr(q_s[slot, wg * 64, 0], "r"),
-            T.access_ptr(o[0, 0, 0], "w"),
-            wg,
-            first,
-            live,
-            head,
-            H,
-        )
-        T.sync_threads(8 + wg, 128)
 
     @T.macro
     def store_tile(
@@ -268,7 +246,7 @@ def make(
             "void",
             f"attn::put_tile<{D}, {Q_PANEL}>",
             out.data,
-            T.access_ptr(q_s[slot, wg * 64, 0], "w"),
+            T.access_ptr(q_s[slot, wg * 64, 0], "r"),
         )
         T.fence_proxy_async()
         T.sync_threads(8 + wg, 128)
@@ -284,22 +262,19 @@ def make(
                     ],
                     leader_scope_threads=128,
                 )
-        elif 64 % RUN == 0:
-            if live >= PER:
-                for j in T.unroll(64 // RUN, explicit=True):
-                    from_row = wg * 64 + j * RUN
-                    to = first + T.truncmod(from_row, PER)
-                    own = head * P + T.truncdiv(from_row, PER)
-                    for c in T.unroll(D // PANEL, explicit=True):
-                        T.tma_copy(
-                            q_s[slot, from_row : from_row + RUN, c * PANEL : (c + 1) * PANEL],
-                            o[to : to + RUN, own, c * PANEL : (c + 1) * PANEL],
-                            leader_scope_threads=128,
-                        )
-            else:
-                send_rows(q_s, o, slot, wg, first, live, head)
-        else:
-            send_rows(q_s, o, slot, wg, first, live, head)
+        else:  # which would go past the request
+            T.call_extern(
+                "void",
+                f"attn::send_rows<{D}, {Q_PANEL}, {PER}, {P}>",
+                T.access_ptr(q_s[slot, wg * 64, 0], "r"),
+                T.access_ptr(o[0, 0, 0], "w"),
+                wg,
+                first,
+                live,
+                head,
+                H,
+            )
+            T.sync_threads(8 + wg, 128)
         if has_lse:
             T.call_extern(
                 "void", f"attn::put_lse<{PER}>", T.access_ptr(lse[0, 0], "w"), row_lse.data, wg,
@@ -311,117 +286,41 @@ def make(
         """Give the q slot of a stored tile back once it has been read."""
         if pending[0] >= 0:
             if T.shuffle_elect(128):
-                T.tma_store_wait(0)
+                if DENSE:
+                    T.tma_store_wait(0)
                 T.mbarrier_arrive(q_free[pending[0]])
             pending[0] = -1
 
     @T.macro
-    def mask(acc_s, columns, at, shift, length, token, w_left, w_right, group_low, group_high, tx):
+    def mask(acc_s, at, shift, length, token, w_left, w_right, group_low, group_high, tx):
         """-inf for the columns of the block from key `at` on that a row does not see."""
         column = at + 2 * (tx % 4)  # the thread's first
         if right:
             if causal:
-                if at + columns - 1 > shift + group_low:
+                if at + BN - 1 > shift + group_low:
                     T.call_extern(
-                        "void", f"attn::mask_after<{columns // 2}>", acc_s.data,
+                        "void", f"attn::mask_after<{S_REGS}>", acc_s.data,
                         shift + token[0] - column, shift + token[1] - column,
                     )  # fmt: skip
             else:
-                if at + columns - 1 > T.min(shift + group_low + w_right, length - 1):
+                if at + BN - 1 > T.min(shift + group_low + w_right, length - 1):
                     T.call_extern(
-                        "void", f"attn::mask_after<{columns // 2}>", acc_s.data,
+                        "void", f"attn::mask_after<{S_REGS}>", acc_s.data,
                         T.min(shift + token[0] + w_right, length - 1) - column,
                         T.min(shift + token[1] + w_right, length - 1) - column,
                     )  # fmt: skip
         else:
-            if at + columns > length:
+            if at + BN > length:
                 T.call_extern(
-                    "void", f"attn::mask_after<{columns // 2}>", acc_s.data, length - 1 - column,
+                    "void", f"attn::mask_after<{S_REGS}>", acc_s.data, length - 1 - column,
                     length - 1 - column,
                 )  # fmt: skip
-        if left:  # noqa: SIM102  the outer one is known when compiling
+        if left:
             if at < shift + group_high - w_left:
                 T.call_extern(
-                    "void", f"attn::mask_before<{columns // 2}>", acc_s.data,
+                    "void", f"attn::mask_before<{S_REGS}>", acc_s.data,
                     shift + token[0] - w_left - column, shift + token[1] - w_left - column,
                 )  # fmt: skip
-
-    @T.macro
-    def advance(
-        columns, q_s, v_s, tile_s, o, lse, sinks_, q_free, k_free, v_full, v_free, q_desc, k_desc,
-        v_desc, acc_s, acc_o, p, out, m, total, top, alpha, m_old, total_old, row_lse, pending,
-        moved, token, fresh, half_old, first_old,
-        end_old, scale, cap, w_left, w_right, shift, length, i, n,
-        at, step, s, r, q_at, group_low, group_high, wg, tx,
-    ):  # fmt: skip
-        """One step of a group: scores of the tile's block n, keys from `at` on (its first
-        `columns`), values of the block before, weights of n while the values product runs."""
-        if trim:
-            for e in T.unroll(S_REGS):
-                acc_s[e] = 0  # nothing of the step before lives on: bodies of two widths meet here
-        else:
-            T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
-        score_product(q_desc, k_desc, acc_s, q_at, s * (KV_TILE // 16), columns)
-        T.warpgroup_fence_operand(acc_s, num_regs=columns // 2)
-        if step > 0:
-            T.mbarrier_wait_parity(v_full[r], ((step - 1) // ST) % 2)
-        clear_unseen(v_s, r, first_old, end_old, wg)
-        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
-        T.warpgroup_fence_operand(p, num_regs=S_REGS // 2)
-        if trim:
-            if half_old:
-                value_product(p, v_desc, acc_o, r * (KV_TILE // 16), BN // 32, fresh)
-            else:
-                value_product(p, v_desc, acc_o, r * (KV_TILE // 16), BN // 16, fresh)
-        else:
-            value_product(p, v_desc, acc_o, r * (KV_TILE // 16), BN // 16, fresh)
-        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
-        T.named_barrier_arrive(1 + (wg + 1) % NW, 256)
-        free_slot(q_free, pending)
-        T.wait_wgmma(1)
-        T.warpgroup_fence_operand(acc_s, num_regs=columns // 2)
-        if tx % 32 == 0:
-            T.mbarrier_arrive(k_free[s])
-        if n == 0:
-            for e in T.unroll(2):
-                m_old[e] = m[e]
-                total_old[e] = total[e]
-                m[e] = -T.infinity(F32)
-                total[e] = 0
-        if softcap:
-            T.call_extern("void", f"attn::cap<{columns // 2}>", acc_s.data, cap)
-        mask(
-            acc_s, columns, at, shift, length, token, w_left, w_right, group_low, group_high, tx
-        )
-        T.call_extern("void", f"attn::row_max<{columns // 2}>", acc_s.data, m.data, top.data)
-        moved[0] = T.call_extern(
-            "bool", "attn::move_reference", m.data, top.data, total.data, alpha.data, scale,
-            T.float32(slack),
-        )  # fmt: skip
-        T.call_extern(
-            "void", f"attn::weights<{columns // 2}>", acc_s.data, m.data, total.data, scale
-        )
-        T.call_extern("void", "attn::after_weights", total.data)
-        T.wait_wgmma(0)
-        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
-        T.warpgroup_fence_operand(p, num_regs=S_REGS // 2)
-        if step > 0:  # noqa: SIM102  branches of warps, then of lanes
-            if tx % 32 == 0:
-                T.mbarrier_arrive(v_free[r])
-        if n == 0:
-            if i > 0:
-                store_tile(
-                    q_s, tile_s, o, lse, sinks_, acc_o, out, i - 1, m_old, total_old, alpha,
-                    row_lse, scale, wg,
-                )  # fmt: skip
-                pending[0] = (i - 1) % 2
-        else:
-            if moved[0]:
-                T.call_extern("void", f"attn::scale_rows<{O_REGS}>", acc_o.data, alpha.data)
-        T.call_extern("void", f"attn::pack<{columns // 2}, {BF16}>", acc_s.data, p.data)
-        if columns < BN:
-            for e in T.unroll(columns // 4, S_REGS // 2):
-                p[e] = T.uint32(0)
 
     @T.prim_func
     def gqa_forward(
@@ -471,7 +370,10 @@ def make(
                     state[0] = 0
                     state[1] = 0
                     number = cta
-                    for i in T.serial(FOREVER):
+                    i = T.alloc_var("int32")
+                    i = 0
+                    more[0] = True
+                    while more[0]:  # a serial loop would be unrolled
                         line = i % LINES
                         if i > 0:  # as late as possible: the last tiles go to who is free first
                             T.mbarrier_wait_parity(asked[0], (i - 1) % 2)
@@ -484,12 +386,11 @@ def make(
                             if tx % 32 == 0:
                                 tile_s[line, BLOCKS] = 0
                         T.mbarrier_arrive(tile_full[line])
-                        if not more[0]:
-                            T.call_extern(
-                                "void", "attn::close_counter", T.access_ptr(counter[0], "rw"),
-                                number, tiles if DENSE else state[1], ctas,
-                            )  # fmt: skip
-                            T.loop_break()
+                        i = i + 1
+                    T.call_extern(
+                        "void", "attn::close_counter", T.access_ptr(counter[0], "rw"), number,
+                        tiles if DENSE else state[1], ctas,
+                    )  # fmt: skip
                 if tx < 128 * NW + 32:  # the warp that copies
                     b = T.alloc_var("int32")
                     h = T.alloc_var("int32")
@@ -569,13 +470,10 @@ def make(
                 first = T.alloc_var("int32")
                 shift = T.alloc_var("int32")
                 length = T.alloc_var("int32")
-                seen = T.alloc_var("int32")
                 at = T.alloc_var("int32")
                 first_old = T.alloc_var("int32")  # seen values of the block whose weights p holds
                 end_old = T.alloc_var("int32")
                 fresh = T.alloc_var("bool")  # p belongs to the first block of its tile
-                half = T.alloc_var("bool")  # only the first half of this block's keys are seen
-                half_old = T.alloc_var("bool")  # the same of the block whose weights p holds
                 moved = T.alloc_local([1], "bool")
                 pending = T.alloc_local([1], "int32")  # q slot of a store under way, or -1
                 q_desc = T.alloc_wgmma_desc()
@@ -598,8 +496,6 @@ def make(
                 step = 0
                 served = 0
                 fresh = True
-                half_old = False
-                half = False
                 first_old = 0
                 end_old = BN
                 pending[0] = -1
@@ -625,52 +521,91 @@ def make(
                     first = tile_s[line, FIRST]
                     shift = tile_s[line, SHIFT]
                     length = tile_s[line, LENGTH]
-                    seen = length  # keys that the group needs
-                    if causal:
-                        seen = T.min(length, shift + group_high + 1)
                     for n in T.serial(blocks_):
                         s = step % ST
                         r = (step + ST - 1) % ST
                         at = (first + n) * BN
                         T.mbarrier_wait_parity(k_full[s], (step // ST) % 2)
                         T.sync_threads(1 + wg, 256)
+                        # Scores of this block; while they are computed and weighed, the values
+                        # of the block before, which may belong to the tile before.
                         q_at = slot * (Q_TILE // 16) + wg * 512
-                        if trim:
-                            half = seen <= at + BN // 2
-                            if half:
-                                advance(
-                                    BN // 2, q_s, v_s, tile_s, o, lse, sinks_, q_free, k_free,
-                                    v_full, v_free, q_desc, k_desc, v_desc, acc_s, acc_o, p, out,
-                                    m, total, top, alpha, m_old, total_old, row_lse, pending,
-                                    moved, token, fresh, half_old, first_old, end_old, scale, cap, w_left,
-                                    w_right, shift, length, i, n, at, step, s, r, q_at, group_low,
-                                    group_high, wg, tx,
+                        T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
+                        score_product(q_desc, k_desc, acc_s, q_at, s * (KV_TILE // 16))
+                        T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
+                        if step > 0:
+                            T.mbarrier_wait_parity(v_full[r], ((step - 1) // ST) % 2)
+                        clear_unseen(v_s, r, first_old, end_old, wg)
+                        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
+                        T.warpgroup_fence_operand(p, num_regs=S_REGS // 2)
+                        value_product(p, v_desc, acc_o, r * (KV_TILE // 16), fresh)
+                        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
+                        T.named_barrier_arrive(1 + (wg + 1) % NW, 256)
+                        free_slot(q_free, pending)
+                        T.wait_wgmma(1)
+                        T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
+                        if tx % 32 == 0:
+                            T.mbarrier_arrive(k_free[s])
+                        if n == 0:
+                            for e in T.unroll(2):
+                                m_old[e] = m[e]
+                                total_old[e] = total[e]
+                                m[e] = -T.infinity(F32)
+                                total[e] = 0
+                        if softcap:
+                            T.call_extern("void", f"attn::cap<{S_REGS}>", acc_s.data, cap)
+                        mask(
+                            acc_s,
+                            at,
+                            shift,
+                            length,
+                            token,
+                            w_left,
+                            w_right,
+                            group_low,
+                            group_high,
+                            tx,
+                        )
+                        T.call_extern(
+                            "void", f"attn::row_max<{S_REGS}>", acc_s.data, m.data, top.data
+                        )
+                        moved[0] = T.call_extern(
+                            "bool", "attn::move_reference", m.data, top.data, total.data,
+                            alpha.data, scale, T.float32(slack),
+                        )  # fmt: skip
+                        T.call_extern(
+                            "void",
+                            f"attn::weights<{S_REGS}>",
+                            acc_s.data,
+                            m.data,
+                            total.data,
+                            scale,
+                        )
+                        T.call_extern("void", "attn::after_weights", total.data)
+                        T.wait_wgmma(0)
+                        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
+                        T.warpgroup_fence_operand(p, num_regs=S_REGS // 2)
+                        if step > 0:
+                            if tx % 32 == 0:
+                                T.mbarrier_arrive(v_free[r])
+                        if n == 0:
+                            if i > 0:
+                                store_tile(
+                                    q_s, tile_s, o, lse, sinks_, acc_o, out, i - 1, m_old,
+                                    total_old, alpha, row_lse, scale, wg,
                                 )  # fmt: skip
-                            else:
-                                advance(
-                                    BN, q_s, v_s, tile_s, o, lse, sinks_, q_free, k_free,
-                                    v_full, v_free, q_desc, k_desc, v_desc, acc_s, acc_o, p, out,
-                                    m, total, top, alpha, m_old, total_old, row_lse, pending,
-                                    moved, token, fresh, half_old, first_old, end_old, scale, cap, w_left,
-                                    w_right, shift, length, i, n, at, step, s, r, q_at, group_low,
-                                    group_high, wg, tx,
-                                )  # fmt: skip
+                                pending[0] = (i - 1) % 2
                         else:
-                            advance(
-                                BN, q_s, v_s, tile_s, o, lse, sinks_, q_free, k_free,
-                                v_full, v_free, q_desc, k_desc, v_desc, acc_s, acc_o, p, out,
-                                m, total, top, alpha, m_old, total_old, row_lse, pending,
-                                moved, token, fresh, half_old, first_old, end_old, scale, cap, w_left,
-                                w_right, shift, length, i, n, at, step, s, r, q_at, group_low,
-                                group_high, wg, tx,
-                            )  # fmt: skip
+                            if moved[0]:
+                                T.call_extern(
+                                    "void", f"attn::scale_rows<{O_REGS}>", acc_o.data, alpha.data
+                                )
+                        T.call_extern("void", f"attn::pack<{S_REGS}, {BF16}>", acc_s.data, p.data)
                         fresh = n == 0
                         if left:
                             first_old = shift - w_left - at
                         if not DENSE:
                             end_old = length - at
-                        if trim:
-                            half_old = half
                         step = step + 1
                     served = i + 1
 
@@ -680,14 +615,15 @@ def make(
                     clear_unseen(v_s, r, first_old, end_old, wg)
                     T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
                     T.warpgroup_fence_operand(p, num_regs=S_REGS // 2)
-                    value_product(p, v_desc, acc_o, r * (KV_TILE // 16), BN // 16, fresh)
+                    value_product(p, v_desc, acc_o, r * (KV_TILE // 16), fresh)
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
                     store_tile(
                         q_s, tile_s, o, lse, sinks_, acc_o, out, served - 1, m, total, alpha,
                         row_lse, scale, wg,
                     )  # fmt: skip
-                    if T.shuffle_elect(128):
-                        T.tma_store_wait(0)
+                    if DENSE:
+                        if T.shuffle_elect(128):
+                            T.tma_store_wait(0)
 
     return gqa_forward

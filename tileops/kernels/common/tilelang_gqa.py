@@ -1,19 +1,62 @@
 """Launching grouped-query attention on Hopper: which tiles, in which order, for which keys."""
 
 import math
-
+from typing import NamedTuple
 
 from torch import Tensor
 
-from tileops.kernels.common.launch import machine
+from tileops.kernels.common.recorder import machine
 from tileops.kernels.common.tilelang_attention import make
 from tileops.kernels.common.tilelang_launch import counter, launch
-from tileops.kernels.common.triton_gqa import Scores, window_of
+from tileops.kernels.common.tilelang_limits import FAR
 
 LOG2E = math.log2(math.e)
-L2_BYTES = 40 * 2**20  # of keys and values that stay in the L2 cache while a section runs
-CONSUMERS = {64: 3, 128: 2}  # groups of 64 rows by head dim
+L2_BYTES = 40 * 2**20  # of keys and values that stay in the L2 cache while they are in use
+NARROW = 256  # a left window of fewer keys is cheaper in small blocks
 MOST_PACKED = 16  # heads of a tile: each is a copy of its own
+
+
+class Keys(NamedTuple):
+    """Keys and values by request, int32 metadata.
+
+    Dense k, v [B, S_kv, H_kv, D]; packed [T_kv, H_kv, D] behind `lengths` [B + 1]; or pools
+    [N_kv, H_kv, D] of pages of `page` rows behind table [B, W], lengths [B] of them used, the
+    tokens of q not among them if `appended`.
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: Tensor | None = None
+    table: Tensor | None = None
+    page: int = 0
+    appended: bool = False
+
+
+class Scores(NamedTuple):
+    """The options of a row: scale and softcap above 0 (0 for none), windows of -1 for none."""
+
+    scale: float
+    is_causal: bool
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
+class Tiles(NamedTuple):
+    """Groups of 64 rows, keys of a block, blocks under way."""
+
+    consumers: int
+    block_n: int
+    stages: int
+
+
+def tiles_for(dim: int, layout: str, page: int, left: int) -> Tiles:
+    """The fastest by docs/design/hopper-log.md; a block of keys is whole pages, or in one."""
+    if dim == 64:
+        return Tiles(3, 64, 4) if 0 <= left < NARROW and page <= 64 else Tiles(3, 128, 2)
+    packed = layout == "packed" or (layout == "paged" and 80 % page == 0)
+    return Tiles(3, 80, 2) if packed else Tiles(2, 128, 2)
 
 
 def packed_heads(group: int, rows: int) -> int:
@@ -26,59 +69,58 @@ def attend(
     o: Tensor,
     lse: Tensor | None,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys: Keys,
     scores: Scores,
-    *,
     offsets: Tensor | None = None,
-    lengths: Tensor | None = None,
-    table: Tensor | None = None,
-    page: int = 0,
-    appended: bool = False,
 ) -> None:
     """Fill o, shaped like q, and lse, where there is one.
 
-    Dense: q [B, S_q, H, D], k, v [B, S_kv, H_kv, D], lse [B, H, S_q]. Packed: q [T_q, H, D]
-    behind offsets [B + 1], k, v [T_kv, H_kv, D] behind `lengths` [B + 1], lse [H, T_q]. Paged: k, v
-    pools [N_kv, H_kv, D] of pages of `page` rows behind table [B, W], lengths [B] of them used,
-    of `appended` requests without the tokens of q. Metadata is int32 and contiguous.
+    Dense: q [B, S_q, H, D], lse [B, H, S_q]. Packed or paged keys: q [T_q, H, D] behind
+    offsets int32 [B + 1], lse [H, T_q].
     """
+    k, table = keys.k, keys.table
     heads, dim = q.shape[-2:]
     heads_kv = k.shape[-2]
     group = heads // heads_kv
-    consumers = CONSUMERS[dim]
-    rows = 64 * consumers
+    layout = "dense" if offsets is None else "packed" if table is None else "paged"
+    left = scores.left if scores.left < FAR else -1
+    right = 0 if scores.is_causal else scores.right if scores.right < FAR else -1
+    tiles = tiles_for(dim, layout, keys.page, left)
+    rows = 64 * tiles.consumers
+    packed = 1 if offsets is None else packed_heads(group, rows)
     count = counter(q)
-    packed = packed_heads(group, rows) if offsets is not None else 1
-    left, right = window_of(scores)
+    element = 4 * heads_kv * dim  # bytes of a key and its value
     if offsets is None:
-        batch, length = q.shape[:2]
-        requests, blocks = batch, -(-length // rows)
-        tiles = most = blocks * batch * heads
-        element = 2 * k.element_size() * dim * k.shape[1]  # bytes of a KV head
-        sections = -(-(batch * heads_kv * element) // L2_BYTES)
-        section = -(-(batch * heads_kv) // sections) * group
+        requests, blocks = q.shape[0], -(-q.shape[1] // rows)
+        all_tiles = blocks * requests * heads
+        in_l2 = L2_BYTES // (element // heads_kv * k.shape[1]) or 1  # KV heads
+        sections = -(-(requests * heads_kv) // in_l2)
+        section = -(-(requests * heads_kv) // sections) * group
         offsets = lengths = count
     else:
-        assert lengths is not None
-        requests, blocks, tiles, section = offsets.shape[0] - 1, 0, 0, 0
-        most = (q.shape[0] // (rows // packed) + requests) * (heads // packed)
+        assert keys.lengths is not None
+        lengths = keys.lengths
+        requests, blocks = offsets.shape[0] - 1, 0
+        rows_kv = k.shape[0] if table is None else table.numel() * keys.page
+        section = int(rows_kv * element <= L2_BYTES)
+        all_tiles = (q.shape[0] // (rows // packed) + requests + 1) * (heads // packed)
     scale, cap = scores.scale * LOG2E, 0.0
     if scores.softcap:
         scale, cap = scores.softcap * LOG2E, 2 * scale / scores.softcap
+    sinks = count if scores.sinks is None else scores.sinks
     launch(
         make,
         q,
         (
             q,
             k,
-            v,
+            keys.v,
             o,
             lengths if lse is None else lse.flatten(0, -2),
             offsets,
             lengths,
             count[None] if table is None else table,
-            count if scores.sinks is None else scores.sinks,
+            sinks,
             count,
             scale,
             cap,
@@ -86,22 +128,22 @@ def attend(
             right,
             requests,
             blocks,
-            tiles,
+            all_tiles,
             section,
-            min(machine(q).processors, most),
+            min(machine(q).processors, all_tiles),
         ),
-        layout="dense" if q.dim() == 4 else "packed" if table is None else "paged",
+        layout=layout,
         dtype=str(q.dtype).removeprefix("torch."),
         head_dim=dim,
         group=group,
         packed_heads=packed,
-        page=page,
-        appended=appended,
+        page=keys.page,
+        appended=keys.appended,
         left=left >= 0,
         right=right >= 0,
         causal=right == 0,
         softcap=bool(scores.softcap),
         sinks=scores.sinks is not None,
         has_lse=lse is not None,
-        consumers=consumers,
+        **tiles._asdict(),
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,15 +26,7 @@ FEWEST = 128  # query rows of a request below which another kernel is faster
 ALIGNMENT = 16  # bytes, of where the copy engine starts
 MOST_BYTES = 2**31  # of a tensor: strides are 32-bit
 FAR = 2**30  # a window from which on every key is in it
-# Options that the kernels lack, and whether a call uses them.
-LACKING: dict[str, Callable[[Any], bool]] = {
-    "window_size_left": lambda call: 0 <= call.window_size_left < FAR,
-    "window_size_right": lambda call: not call.is_causal and 0 <= call.window_size_right < FAR,
-    "softcap": lambda call: bool(call.softcap),
-    "sinks": lambda call: call.sinks is not None,
-    "pos_encoding_mode": lambda call: call.pos_encoding_mode != "none",
-    "fuse_rope": lambda call: call.fuse_rope,
-}
+MOST_CAP = 1000.0  # of a softcap: tanh is off by 1e-7, a logit by so many times that
 
 
 def refusal(call: Any) -> str | None:
@@ -48,16 +39,11 @@ def refusal(call: Any) -> str | None:
 
 def option_refusal(call: Any) -> str | None:
     """Why the options of a call are not served."""
-    for name in _lacking(type(call)):
-        if LACKING[name](call):
-            value = getattr(call, name)
-            return f"has no {name}" + ("" if isinstance(value, Tensor) else f", got {value!r}")
+    if call.sm_scale is not None and not 0 < call.sm_scale < float("inf"):
+        return f"serves finite scales above 0, got sm_scale={call.sm_scale}"
+    if call.softcap and call.softcap > MOST_CAP:
+        return f"serves softcaps of at most {MOST_CAP:g}, got softcap={call.softcap}"
     return None
-
-
-@functools.cache
-def _lacking(call_type: Any) -> tuple[str, ...]:
-    return tuple(name for name in LACKING if name in call_type._fields)
 
 
 def tensor_refusal(q: Tensor, **keys: Tensor) -> str | None:
@@ -95,6 +81,21 @@ def length_refusal(rows: Any, argument: str) -> str | None:
     if isinstance(rows, int) and rows < FEWEST:
         return f"serves {FEWEST} and more query rows of a request, got {argument}={rows}"
     return None
+
+
+def packed_refusal(q: Tensor, offsets: Tensor) -> str | None:
+    """The same of packed q [T_q, H, D] behind offsets [B + 1], by the mean."""
+    tokens, requests = q.shape[0], offsets.shape[0] - 1
+    if isinstance(tokens, int) and isinstance(requests, int) and requests:
+        return length_refusal(tokens // requests, "T_q / B")
+    return None
+
+
+def page_refusal(page: int) -> str | None:
+    """Why pages of so many rows are not served: a block of keys is whole pages, or in one."""
+    if page % 8 == 0 and (128 % page == 0 or page % 128 == 0):
+        return None
+    return f"serves pages of 8, 16, 32, 64 or a multiple of 128 rows, got {page}"
 
 
 # -------------------------------------------------------------------------- what compiles them

@@ -220,24 +220,31 @@ INLINE bool equal_tile(int *tile, int number, int tiles, int blocks, int section
 }
 
 // Tile `number` of packed requests; false past the last one. lengths: of keys by request, or their
-// offsets (PAGED false); APPENDED: they do not count the request's own tokens. Up to 32 requests,
-// a lane each: the last block of rows of each first (the longest tiles of a causal call), then all
-// that have one more, heads side by side. More of them one after the other, 32 looked at at a
-// time. state: where the search stands, {requests or blocks passed, tiles passed}, zeros at first.
+// offsets (PAGED false); APPENDED: they do not count the request's own tokens. Together, up to 31
+// requests: the last block of rows of each (the longest tiles of a causal call), then the one
+// before it of those that have it, heads side by side. Or one request after the other, so that
+// the keys of few are in use at a time. A lane looks at a request each; the rows behind the last
+// one are a request without keys. state: where the search stands, {blocks or requests passed,
+// tiles passed}, zeros at first.
 template <int PER, int BN, bool LEFT, bool RIGHT, bool PAGED, bool APPENDED>
 INLINE bool packed_tile(int *tile, int number, int *state, const int *offsets,
-                           const int *lengths, int requests, int heads, int left, int right) {
-  int lane = threadIdx.x % 32, first = requests > 32 ? state[0] : 0;
-  while (first < requests) {
+                           const int *lengths, int rows, int requests, int together, int heads,
+                           int left, int right) {
+  int lane = threadIdx.x % 32;
+  bool apart = !together || requests > 31;
+  int first = apart ? state[0] : 0;
+  while (first <= requests) {
     int own = first + lane, begin = 0, tokens = 0, keys = 0, length = 0;
-    if (own < requests) {
+    if (own <= requests) {
       begin = offsets[own];
-      tokens = offsets[own + 1] - begin;
+      tokens = (own < requests ? offsets[own + 1] : rows) - begin;
+    }
+    if (own < requests) {
       keys = PAGED ? 0 : lengths[own];
       length = PAGED ? lengths[own] + (APPENDED ? tokens : 0) : lengths[own + 1] - keys;
     }
     int blocks = (tokens + PER - 1) / PER, block = 0, head = 0, taker = -1;
-    if (requests > 32) {
+    if (apart) {
       int count = blocks * heads, sum = count;
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
@@ -298,17 +305,20 @@ template <int BN, int PAGE> INLINE int pool_row(const int *table, int width, int
 }
 
 // Zeros outside the rows first .. end - 1 of a tile of BN rows, D columns of 16 bits, by the 128
-// threads of a group: values that nobody sees must not reach a product, 0 * NaN is NaN.
+// threads of a group: values that nobody sees must not reach a product, 0 * NaN is NaN. Without
+// branches: behind one the compiler would no longer keep the products' descriptors uniform.
 template <int BN, int D> INLINE void clear_rows(void *tile, int first, int end) {
   unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
-  for (int i = thread() % 128; i < BN * 8; i += 128) {
-    if (i / 8 < first || i / 8 >= end) {
+  int at_thread = thread() % 128;
 #pragma unroll
-      for (int panel = 0; panel < D / 64; ++panel) {
-        unsigned at = base + panel * BN * 128 + i * 16;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
-      }
-    }
+  for (int i = 0; i < BN * D / 1024; ++i) {
+    int at = i * 128 + at_thread, row = at / 8 % BN;
+    int outside = row < first || row >= end;
+    asm volatile(
+        "{\n\t.reg .pred out;\n\tsetp.ne.b32 out, %1, 0;\n\t"
+        "@out st.shared.v4.b32 [%0], {%2, %2, %2, %2};\n\t}" ::"r"(base + at * 16),
+        "r"(outside), "r"(0)
+        : "memory");
   }
 }
 

@@ -4,7 +4,7 @@ A 16-bit pool then holds every key. From an e4m3 pool the old keys come quantize
 ones as they are, from k_new and v_new or their rotated copy.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -156,8 +156,18 @@ def append_kernel(
             tl.store(k_out + fresh, keys, mask=live[:, None] & inside_d)
 
 
-def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
-    """Append k_new, v_new to the pools and fill o [T_q, H, D]."""
+class Appended(NamedTuple):
+    """Contiguous metadata, and the queries and new keys [T_q, heads, D], rotated if asked for."""
+
+    offsets: Tensor
+    lengths: Tensor
+    table: Tensor
+    q: Tensor
+    k: Tensor
+
+
+def append(call: Any) -> Appended:
+    """Append k_new, v_new to the pools."""
     q, k, v, table = call.q, call.k_new, call.v_new, call.block_table.contiguous()
     offsets, lengths = call.cu_seqlens_q.contiguous(), call.cache_seqlens.contiguous()
     tokens, heads, dim = q.shape
@@ -204,10 +214,17 @@ def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
         warps=4,
         stages=1,
     )
+    return Appended(offsets, lengths, table, q_out, k_out)
+
+
+def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
+    """Append k_new, v_new to the pools and fill o [T_q, H, D]."""
+    offsets, lengths, table, q, k = append(call)
+    e4m3 = call.k_pages.dtype.itemsize == 1
     attend(
         out,
         None,
-        Queries(q_out, requests, 0, offsets),
+        Queries(q, table.shape[0], 0, offsets),
         Keys(
             call.k_pages,
             call.v_pages,
@@ -216,7 +233,7 @@ def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
             table=table,
             lengths=lengths,
             appended=True,
-            fresh=(k_out, v) if e4m3 else None,
+            fresh=(k, call.v_new) if e4m3 else None,
         ),
         Scores(
             score_scale(call),

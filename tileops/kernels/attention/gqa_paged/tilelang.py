@@ -1,0 +1,43 @@
+"""Paged prefill on Hopper: one warp copies pages, groups of warps multiply them."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tileops.kernels.common.gqa_hooks import score_scale, softcap_of
+from tileops.kernels.common.tilelang_limits import (
+    compiler_refusal,
+    option_refusal,
+    packed_refusal,
+    page_refusal,
+    tensor_refusal,
+)
+
+
+def gqa_paged_fwd_refusal(call: Any) -> str | None:
+    if call.pos_encoding_mode != "none":
+        return "does not rotate the keys of a cache, got pos_encoding_mode='rope'"
+    return (
+        option_refusal(call)
+        or page_refusal(call.k_pages.shape[1])
+        or packed_refusal(call.q, call.cu_seqlens_q)
+        or tensor_refusal(call.q, k_pages=call.k_pages, v_pages=call.v_pages)
+        or compiler_refusal()
+    )
+
+
+def gqa_paged_fwd(out: Tensor, call: Any) -> None:
+    """Fill o [T_q, H, D]."""
+    from tileops.kernels.common.tilelang_gqa import Keys, Scores, attend
+
+    sinks = None if call.sinks is None else call.sinks.contiguous()
+    windows = call.window_size_left, call.window_size_right
+    keys = Keys(
+        call.k_pages.flatten(0, 1),
+        call.v_pages.flatten(0, 1),
+        call.cache_seqlens.contiguous(),
+        call.page_table.contiguous(),
+        call.k_pages.shape[1],
+    )
+    scores = Scores(score_scale(call), call.is_causal, *windows, softcap_of(call), sinks)
+    attend(out, None, call.q, keys, scores, call.cu_seqlens_q.contiguous())

@@ -1,0 +1,35 @@
+"""Append-prefill on Hopper: the portable kernel stores the new rows, attention follows."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tileops.kernels.common.gqa_hooks import score_scale, softcap_of
+from tileops.kernels.common.tilelang_limits import (
+    compiler_refusal,
+    option_refusal,
+    packed_refusal,
+    page_refusal,
+    tensor_refusal,
+)
+
+
+def gqa_prefill_paged_fwd_refusal(call: Any) -> str | None:
+    return (
+        option_refusal(call)
+        or page_refusal(call.page_size)
+        or packed_refusal(call.q, call.cu_seqlens_q)
+        or tensor_refusal(call.q, k_pages=call.k_pages, v_pages=call.v_pages)
+        or compiler_refusal()
+    )
+
+
+def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
+    """Append k_new, v_new to the pools and fill o [T_q, H, D]."""
+    from tileops.kernels.attention.gqa_prefill_paged.triton import append
+    from tileops.kernels.common.tilelang_gqa import Keys, Scores, attend
+
+    offsets, lengths, table, q, _ = append(call)
+    keys = Keys(call.k_pages, call.v_pages, lengths, table, call.page_size, appended=True)
+    scores = Scores(score_scale(call), call.is_causal, softcap=softcap_of(call))
+    attend(out, None, q, keys, scores, offsets)
