@@ -1,0 +1,92 @@
+"""What TileLang launches compile to, without a GPU: no spills, nothing serialised, small code."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+tilelang = pytest.importorskip("tilelang")
+
+from tilelang import tvm  # noqa: E402  needs tilelang
+from tilelang.contrib import nvcc  # noqa: E402  the same
+
+from tests.tilelang_calls import F32, appended, dense, launch_of, meta, packed, paged  # noqa: E402
+from tileops.kernels.common import tilelang_limits  # noqa: E402
+from tileops.kernels.common.tilelang_launch import PASSES, TARGET  # noqa: E402
+
+pytestmark = pytest.mark.aot
+OPTIONS = ("-std=c++17", "-O3", "-cubin", "-arch=sm_90a", "--expt-relaxed-constexpr")
+CODE = 128 * 1024  # bytes of a cubin: an unrolled loop once made 750 KiB of it
+D64 = {"dim": 64, "heads": 64, "heads_kv": 8}
+FULL = {"is_causal": False}
+WINDOW = {"window_size_left": 127}
+SINKS = {"sinks": meta(64, dtype=F32)}
+CALLS = {
+    "dense": dense(),
+    "dense-full-fp16": dense(dtype=torch.float16, **FULL),
+    "dense-window-cap": dense(window_size_left=300, softcap=50.0),
+    "dense-right": dense(window_size_right=40, **FULL),
+    "dense-d64-fp16": dense(dtype=torch.float16, **D64),
+    "dense-d64-full": dense(**D64, **FULL),
+    "dense-d64-window-cap": dense(softcap=50.0, **D64, **WINDOW),
+    "packed": packed(),
+    "packed-group7": packed(heads=14),
+    "packed-d64-window-sinks": packed(**D64, **WINDOW, **SINKS),
+    "paged-64": paged(),
+    "paged-16": paged(page=16),
+    "paged-8-d64": paged(page=8, **D64),
+    "paged-256-d64": paged(page=256, **D64),
+    "paged-d64-window-sinks": paged(**D64, **WINDOW, **SINKS),
+    "paged-d64-all": paged(window_size_left=500, softcap=50.0, **D64, **SINKS),
+    "appended": appended(),
+}
+SPILLS = {"paged-d64-all": 32}  # bytes of stores, and of loads
+
+
+def source(launch):
+    target = tvm.target.Target(TARGET)
+    with tvm.transform.PassContext(opt_level=3, config=PASSES), target:
+        lowered = tilelang.lower(
+            launch.make(**launch.constants), target=target, enable_device_compile=False
+        )
+    return lowered.kernel_source
+
+
+def assembled(text, folder):
+    """What the assembler says, and the bytes of its result."""
+    (folder / "kernel.cu").write_text(text)
+    package = Path(tilelang.__file__).parent
+    folders = [f"-I{package}/src", f"-I{package}/3rdparty/cutlass/include"]
+    done = subprocess.run(
+        [nvcc.get_nvcc_compiler(), *OPTIONS, "-Xptxas", "-v", *folders, "kernel.cu"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr, (folder / "kernel.cubin").stat().st_size
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_the_assembler_says(name, tmp_path):
+    if tilelang_limits.compiler_refusal():
+        pytest.skip(tilelang_limits.compiler_refusal())
+    text = source(launch_of(CALLS[name]))
+    said, size = assembled(text, tmp_path)
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
+    print(name, re.findall(r"Used \d+ registers", said), f"{spilled} spilled, {size} bytes")
+    assert len(spilled) == 2 and max(spilled) <= SPILLS.get(name, 0)
+    assert "C75" not in said, said
+    assert size < CODE
+    assert_no_fence_of_every_block(text)
+
+
+def assert_no_fence_of_every_block(text):
+    """A fence of the consumers would wait for their own stores before each product."""
+    loops = re.findall(r"^( *)for \(int n_\d+ = 0;.*?\n(.*?)^\1\}", text, re.M | re.S)
+    [(indent, body)] = [found for found in loops if "wgmma_ss" in found[1]]
+    assert f"\n{indent}  tl::wait_wgmma" in body
+    assert f"\n{indent}  tl::fence_proxy_async" not in body

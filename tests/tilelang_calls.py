@@ -1,0 +1,100 @@
+"""Calls of the operators that a TileLang kernel serves, on meta tensors, and what they launch."""
+
+from typing import Any
+
+import torch
+
+from ops_registry.contract import BUILTIN_KERNELS, CONTRACTS
+from tests import aot
+from tileops.kernels.common.machine import H200, Machine
+from tileops.kernels.common.recorder import recording
+from tileops.kernels.common.tilelang_launch import Launch
+
+BF16, I32, F32 = torch.bfloat16, torch.int32, torch.float32
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def call(name: str, **given: Any) -> Any:
+    return CONTRACTS[name].Call(**given)
+
+
+def dense(*, rows=300, keys=400, heads=8, heads_kv=2, dim=128, dtype=BF16, batch=2, **options):
+    q = meta(batch, rows, heads, dim, dtype=dtype)
+    kv = {x: meta(batch, keys, heads_kv, dim, dtype=dtype) for x in "kv"}
+    return call("gqa_dense_fwd", **{"q": q, **kv, **options})
+
+
+def packed(*, rows=600, keys=900, heads=8, heads_kv=2, dim=128, dtype=BF16, batch=3, **options):
+    q = meta(rows, heads, dim, dtype=dtype)
+    kv = {x: meta(keys, heads_kv, dim, dtype=dtype) for x in "kv"}
+    offsets = {f"cu_seqlens_{x}": meta(batch + 1, dtype=I32) for x in ("q", "kv")}
+    return call("gqa_varlen_fwd", **{"q": q, **kv, **offsets, **options})
+
+
+def paged(
+    *, rows=600, pages=50, page=64, heads=8, heads_kv=2, dim=128, dtype=BF16, batch=3, **options
+):
+    pools = {x: meta(pages, page, heads_kv, dim, dtype=dtype) for x in ("k_pages", "v_pages")}
+    given = {
+        "q": meta(rows, heads, dim, dtype=dtype),
+        **pools,
+        "page_table": meta(batch, 20, dtype=I32),
+        "cache_seqlens": meta(batch, dtype=I32),
+        "cu_seqlens_q": meta(batch + 1, dtype=I32),
+    }
+    return call("gqa_paged_fwd", **{**given, **options})
+
+
+def appended(
+    *, rows=600, pages=50, page=64, heads=8, heads_kv=2, dim=128, dtype=BF16, batch=3, **options
+):
+    new = {x: meta(rows, heads_kv, dim, dtype=dtype) for x in ("k_new", "v_new")}
+    pools = {x: meta(pages * page, heads_kv, dim, dtype=dtype) for x in ("k_pages", "v_pages")}
+    given = {
+        "q": meta(rows, heads, dim, dtype=dtype),
+        **new,
+        **pools,
+        "k_scale": meta(1, dtype=F32),
+        "v_scale": meta(1, dtype=F32),
+        "cu_seqlens_q": meta(batch + 1, dtype=I32),
+        "cache_seqlens": meta(batch, dtype=I32),
+        "block_table": meta(batch, 20, dtype=I32),
+        "page_size": page,
+        "max_seqlen_q": rows,
+    }
+    return call("gqa_prefill_paged_fwd", **{**given, **options})
+
+
+CALLS = {
+    "gqa_dense_fwd": dense,
+    "gqa_varlen_fwd": packed,
+    "gqa_paged_fwd": paged,
+    "gqa_prefill_paged_fwd": appended,
+}
+
+
+def refusal(call: Any, machine: Machine = H200) -> str | None:
+    """Why the TileLang kernel declines a call on a machine."""
+    with recording(machine):
+        return _kernel(call).refusal(call)
+
+
+def launch_of(call: Any) -> Launch:
+    """The one TileLang launch of a call that is served."""
+    assert refusal(call) is None
+    kernel = _kernel(call)
+    with recording(H200) as found:
+        kernel.run(aot.infers()[_name(call)](call), call)
+    [launch] = [x for x in found if isinstance(x, Launch)]
+    return launch
+
+
+def _name(call: Any) -> str:
+    return type(call).__name__.removesuffix("_call")
+
+
+def _kernel(call: Any) -> Any:
+    return next(k for k in BUILTIN_KERNELS[_name(call)] if k.name == "tilelang")
