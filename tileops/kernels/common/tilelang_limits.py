@@ -23,6 +23,8 @@ ARCH = 90  # the kernels are made of instructions that no other architecture has
 HALF = (torch.float16, torch.bfloat16)
 DIMS = (64, 128)
 FEWEST = 128  # query rows of a request below which another kernel is faster
+FEWEST_PACKED = 16  # the same of packed requests, whose heads share a tile
+SPLIT_KEYS = 4096  # keys from which on few rows are better served by splitting them
 ALIGNMENT = 16  # bytes, of where the copy engine starts
 MOST_BYTES = 2**31  # of a tensor: strides are 32-bit
 FAR = 2**30  # a window from which on every key is in it
@@ -76,19 +78,30 @@ def _problem(name: str, x: Tensor) -> str | None:
     return None
 
 
-def length_refusal(rows: Any, argument: str) -> str | None:
-    """Why requests of so few query rows are left to another kernel."""
-    if isinstance(rows, int) and rows < FEWEST:
-        return f"serves {FEWEST} and more query rows of a request, got {argument}={rows}"
-    return None
+def length_refusal(q: Tensor, keys: Any) -> str | None:
+    """Why dense q [B, S_q, H, D] over so many keys is left to another kernel."""
+    if isinstance(q.shape[1], int) and q.shape[1] < FEWEST:
+        return f"serves {FEWEST} and more query rows of a request, got S_q={q.shape[1]}"
+    return _idle_refusal(q, keys)
 
 
-def packed_refusal(q: Tensor, offsets: Tensor) -> str | None:
-    """The same of packed q [T_q, H, D] behind offsets [B + 1], by the mean."""
+def packed_refusal(q: Tensor, offsets: Tensor, keys: Any) -> str | None:
+    """The same of packed q [T_q, H, D] behind offsets [B + 1], by the mean; keys: at most."""
     tokens, requests = q.shape[0], offsets.shape[0] - 1
     if isinstance(tokens, int) and isinstance(requests, int) and requests:
-        return length_refusal(tokens // requests, "T_q / B")
-    return None
+        mean = tokens // requests
+        if mean < FEWEST_PACKED:
+            return f"serves {FEWEST_PACKED} and more query rows a request, got T_q / B={mean}"
+    return _idle_refusal(q, keys)
+
+
+def _idle_refusal(q: Tensor, keys: Any) -> str | None:
+    rows = q.shape[:-1].numel() if all(isinstance(n, int) for n in q.shape) else None
+    if rows is None or not isinstance(keys, int) or keys <= SPLIT_KEYS:
+        return None
+    if 3 * rows > 128 * machine(q).processors:
+        return None
+    return f"does not split keys, and {rows} rows of all heads over {keys} keys want that"
 
 
 def page_refusal(page: int) -> str | None:

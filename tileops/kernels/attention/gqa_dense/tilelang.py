@@ -16,7 +16,7 @@ from tileops.kernels.common.tilelang_limits import (
 def gqa_dense_fwd_refusal(call: Any) -> str | None:
     return (
         option_refusal(call)
-        or length_refusal(call.q.shape[1], "S_q")
+        or length_refusal(call.q, call.k.shape[1])
         or tensor_refusal(call.q, k=call.k, v=call.v)
         or compiler_refusal()
     )

@@ -15,12 +15,13 @@ from tileops.kernels.common.tilelang_limits import (
 
 
 def gqa_paged_fwd_refusal(call: Any) -> str | None:
+    page = call.k_pages.shape[1]
     if call.pos_encoding_mode != "none":
         return "does not rotate the keys of a cache, got pos_encoding_mode='rope'"
     return (
         option_refusal(call)
-        or page_refusal(call.k_pages.shape[1])
-        or packed_refusal(call.q, call.cu_seqlens_q)
+        or page_refusal(page)
+        or packed_refusal(call.q, call.cu_seqlens_q, call.page_table.shape[1] * page)
         or tensor_refusal(call.q, k_pages=call.k_pages, v_pages=call.v_pages)
         or compiler_refusal()
     )

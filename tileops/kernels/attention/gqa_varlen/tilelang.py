@@ -16,7 +16,7 @@ from tileops.kernels.common.tilelang_limits import (
 def gqa_varlen_fwd_refusal(call: Any) -> str | None:
     return (
         option_refusal(call)
-        or packed_refusal(call.q, call.cu_seqlens_q)
+        or packed_refusal(call.q, call.cu_seqlens_q, call.k.shape[0])
         or tensor_refusal(call.q, k=call.k, v=call.v)
         or compiler_refusal()
     )
