@@ -5,6 +5,7 @@ What they compute is seen on a GPU, in `tests/gpu`.
 
 import contextlib
 import dataclasses
+import importlib
 import logging
 import threading
 import time
@@ -16,12 +17,22 @@ import torch
 from ops_registry import targets, tracing
 from ops_registry.contract import BUILTIN_KERNELS, CONTRACTS, E4M3
 from ops_registry.errors import KernelUnavailableError, NoKernelError
-from tests import checks, meta_calls
+from tests import checks
 from tests.test_imports import attempt, python
 from tests.test_triton_tracing import FakeDriver
+from tests.tilelang_calls import (
+    BF16,
+    CALLS,
+    F32,
+    I32,
+    appended,
+    dense,
+    meta,
+    packed,
+    paged,
+    refusal,
+)
 from tileops import warmup
-from tileops.kernels.attention.gqa_dense import tilelang as dense
-from tileops.kernels.attention.gqa_dense import triton as portable
 from tileops.kernels.common import tilelang_launch, tilelang_limits
 from tileops.kernels.common.machine import H200, Machine
 from tileops.kernels.common.recorder import recording
@@ -29,7 +40,7 @@ from tileops.kernels.common.recorder import recording
 triton = pytest.importorskip("triton")
 
 DENSE = CONTRACTS["gqa_dense_fwd"]
-BF16 = torch.bfloat16
+every_operator = pytest.mark.parametrize("name", CALLS)
 
 
 @pytest.fixture
@@ -39,89 +50,123 @@ def compiler(monkeypatch):
     monkeypatch.setattr(tilelang_limits, "_broken", None)
 
 
-def meta(*shape, dtype=BF16):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def call(**changes):
-    given = {"q": meta(2, 300, 8, 128), "k": meta(2, 400, 2, 128), "v": meta(2, 400, 2, 128)}
-    return DENSE.Call(**given | changes)
-
-
-def said(machine=H200, **changes):
-    """Why the TileLang kernel declines a dense call on a machine."""
-    kernel = next(k for k in BUILTIN_KERNELS["gqa_dense_fwd"] if k.name == "tilelang")
-    with recording(machine):
-        return kernel.refusal(call(**changes))
-
-
 # ------------------------------------------------------------------------------------ refusals
 
 
-def test_what_is_served(compiler):
-    assert said() is None
-    assert said(is_causal=False, sm_scale=0.3, q=meta(2, 128, 8, 128)) is None
-    assert said(window_size_right=0, softcap=0.0, window_size_left=2**30) is None
-    half = {n: meta(1, 300, 2, 64, dtype=torch.float16) for n in "qkv"}
-    assert said(**half) is None
+SERVED = {
+    "gqa_dense_fwd": [
+        dense(is_causal=False, sm_scale=0.3, rows=128),
+        dense(window_size_left=0, window_size_right=3, softcap=1000.0),
+        dense(dim=64, dtype=torch.float16, heads=71, heads_kv=1, window_size_left=2**30),
+        dense(pos_encoding_mode="rope", rope_cos=meta(900, 64), rope_sin=meta(900, 64)),
+    ],
+    "gqa_varlen_fwd": [
+        packed(rows=705, keys=4097),
+        packed(rows=704, keys=4096),
+        packed(rows=16 * 3, sinks=meta(8, dtype=F32), window_size_left=127, softcap=0.0),
+        packed(pos_encoding_mode="rope", rope_cos=meta(900, 64), rope_sin=meta(900, 64)),
+    ],
+    "gqa_paged_fwd": [
+        *[paged(page=page) for page in (8, 16, 32, 64, 128, 256, 384)],
+        paged(sinks=meta(8, dtype=F32), window_size_left=127, softcap=50.0),
+    ],
+    "gqa_prefill_paged_fwd": [
+        appended(page=8, dtype=torch.float16, is_causal=False, softcap=1.0),
+        appended(fuse_rope=True, rotary_dim=32, max_position=4096),
+    ],
+}
+
+
+@every_operator
+def test_what_is_served(name, compiler):
+    for call in (CALLS[name](), CALLS[name](dim=64), *SERVED[name]):
+        assert refusal(call) is None
 
 
 @pytest.mark.parametrize("machine", [("cuda", 80), ("cuda", 89), ("cuda", 100), ("hip", "gfx942")])
 def test_other_gpus(machine):
-    assert said(Machine(*machine, 100)) == "needs a GPU of compute capability 9.0"
+    found = refusal(dense(), Machine(*machine, 100))
+    assert found == "needs a GPU of compute capability 9.0"
 
 
-K = meta(2, 400, 2, 128)
 ODD = torch.empty(2 * 300 * 8 * 128 + 8, dtype=BF16)[1:-7].view(2, 300, 8, 128)
+ROPE = {"pos_encoding_mode": "rope", "rope_cos": meta(99, 64), "rope_sin": meta(99, 64)}
+FEW = "serves 16 and more query rows a request, got T_q / B="
+PAGES = "serves pages of 8, 16, 32, 64 or a multiple of 128 rows, got"
+SPLIT, KEYS = "does not split keys, and", "keys want that"
+HALF = "serves float16 and bfloat16, got"
 REFUSED = [
-    ({"window_size_left": 127}, "has no window_size_left, got 127"),
-    ({"window_size_left": 0}, "has no window_size_left, got 0"),
-    ({"window_size_right": 5, "is_causal": False}, "has no window_size_right, got 5"),
-    ({"softcap": 50.0}, "has no softcap, got 50.0"),
-    ({"pos_encoding_mode": "rope"}, "has no pos_encoding_mode, got 'rope'"),
-    ({"q": meta(2, 127, 8, 128)}, "serves 128 and more query rows of a request, got S_q=127"),
-    ({"q": meta(2, 300, 8, 96)}, "serves head dims of 64 and 128 columns, got D=96"),
+    (dense(rows=127), "serves 128 and more query rows of a request, got S_q=127"),
+    (packed(rows=3 * 16 - 1), f"{FEW}15"),
+    (paged(rows=5, batch=5), f"{FEW}1"),
+    (appended(rows=15, batch=1), f"{FEW}15"),
+    (dense(rows=256, heads=11, keys=4097), f"{SPLIT} 5632 rows of all heads over 4097 {KEYS}"),
+    (packed(rows=704, keys=4097), f"{SPLIT} 5632 rows of all heads over 4097 {KEYS}"),
     (
-        {"q": meta(2, 300, 8, 128, dtype=E4M3)},
-        "serves float16 and bfloat16, got q of float8_e4m3fn",
+        paged(rows=704, page_table=meta(3, 65, dtype=I32)),
+        f"{SPLIT} 5632 rows of all heads over 4160 {KEYS}",
     ),
     (
-        {"k": meta(2, 0, 2, 128)},
-        "serves no empty tensors, got k of shape [2, 0, 2, 128]",
+        appended(rows=704, page=8, block_table=meta(3, 513, dtype=I32)),
+        f"{SPLIT} 5632 rows of all heads over 4104 {KEYS}",
+    ),
+    (dense(dim=96), "serves head dims of 64 and 128 columns, got D=96"),
+    (packed(dim=256), "serves head dims of 64 and 128 columns, got D=256"),
+    *[(paged(page=page), f"{PAGES} {page}") for page in (1, 4, 24, 48, 96, 192)],
+    (appended(page=20), f"{PAGES} 20"),
+    (paged(**ROPE), "does not rotate the keys of a cache, got pos_encoding_mode='rope'"),
+    (dense(dtype=E4M3), f"{HALF} q of float8_e4m3fn"),
+    (
+        paged(k_pages=meta(50, 64, 2, 128, dtype=E4M3)),
+        f"{HALF} k_pages of float8_e4m3fn",
     ),
     (
-        {"q": meta(0, 300, 8, 128)},
-        "serves no empty tensors, got q of shape [0, 300, 8, 128]",
+        appended(v_pages=meta(3200, 2, 128, dtype=E4M3)),
+        f"{HALF} v_pages of float8_e4m3fn",
+    ),
+    (dense(keys=0), "serves no empty tensors, got k of shape [2, 0, 2, 128]"),
+    (dense(batch=0), "serves no empty tensors, got q of shape [0, 300, 8, 128]"),
+    (packed(batch=0, keys=0), "serves no empty tensors, got k of shape [0, 2, 128]"),
+    (paged(pages=0), "serves no empty tensors, got k_pages of shape [0, 64, 2, 128]"),
+    (
+        dense(k=meta(2, 900, 4, 128)[:, :, ::2]),
+        "reads contiguous tensors, got k with strides (460800, 512, 256, 1)",
     ),
     (
-        {"k": meta(2, 400, 4, 128)[:, :, ::2]},
-        "reads contiguous tensors, got k with strides (204800, 512, 256, 1)",
+        paged(v_pages=meta(50, 64, 4, 128)[:, :, :2]),
+        "reads contiguous tensors, got v_pages with strides (32768, 512, 128, 1)",
     ),
-    ({"q": ODD}, "reads from multiples of 16 bytes, got q between them"),
+    (dense(q=ODD), "reads from multiples of 16 bytes, got q between them"),
     (
-        {"v": meta(2, 1 << 22, 2, 128)},
+        dense(v=meta(2, 1 << 22, 2, 128)),
         "serves tensors of less than 2 GiB, got v of shape [2, 4194304, 2, 128]",
     ),
 ]
 
 
-@pytest.mark.parametrize("changes, sentence", REFUSED, ids=range(len(REFUSED)))
-def test_refusals(changes, sentence, compiler):
-    assert said(**changes) == sentence
+@pytest.mark.parametrize("call, sentence", REFUSED, ids=range(len(REFUSED)))
+def test_refusals(call, sentence, compiler):
+    assert refusal(call) == sentence
 
 
-def test_sinks_are_not_shown(compiler):
-    packed = CONTRACTS["gqa_varlen_fwd"]
-    given = dict(meta_calls.CALLS["gqa_varlen_fwd"])["d64-window-sinks"]
-    found = given._replace(window_size_left=-1, window_size_right=-1)
-    assert tilelang_limits.option_refusal(found) == "has no sinks"
-    assert tilelang_limits.option_refusal(found._replace(sinks=None)) is None
-    assert set(tilelang_limits.LACKING) & set(packed.Call._fields)
+@every_operator
+@pytest.mark.parametrize("scale", [0.0, -0.1, float("inf"), float("-inf"), float("nan")])
+def test_scales_that_are_not_served(name, scale, compiler):
+    """A row's reference is its largest score times the scale; 0 * inf is not a number."""
+    found = refusal(CALLS[name](sm_scale=scale))
+    assert found == f"serves finite scales above 0, got sm_scale={scale}"
+
+
+@every_operator
+def test_softcaps_that_are_not_served(name, compiler):
+    assert refusal(CALLS[name](softcap=1001.0)) == (
+        "serves softcaps of at most 1000, got softcap=1001.0"
+    )
 
 
 def test_the_error_of_a_call_that_nobody_serves_names_it():
     with recording(Machine("cuda", 75, 40)), pytest.raises(NoKernelError) as error:
-        targets.select(DENSE, _on_gpu(call()), BUILTIN_KERNELS["gqa_dense_fwd"])
+        targets.select(DENSE, _on_gpu(dense()), BUILTIN_KERNELS["gqa_dense_fwd"])
     assert "builtin/tilelang needs a GPU of compute capability 9.0\n" in str(error.value)
 
 
@@ -218,81 +263,126 @@ def on_cpu(monkeypatch, compiler):
             return "is not what is tested"
         return declines(dataclasses.replace(kernel, devices=()), call, packaged)
 
-    def runs(name):
+    def run_instead(kernel):
         def run(out, call):
-            ran.append(name)
+            ran.append(kernel)
             for x in out:
                 x.fill_(len(ran))
 
-        return run
+        for name in CALLS:
+            monkeypatch.setattr(module(name, kernel), name, run)
 
     monkeypatch.setattr(targets.Kernel, "declines", declined)
     monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver())
-    monkeypatch.setattr(dense, "gqa_dense_fwd", runs("tilelang"))
-    return SimpleNamespace(
-        ran=ran,
-        only_names=lambda: monkeypatch.setattr(portable, "gqa_dense_fwd", runs("triton")),
+    run_instead("tilelang")
+    return SimpleNamespace(ran=ran, only_names=lambda: run_instead("triton"))
+
+
+def module(name, kernel):
+    folder = name.removesuffix("_fwd")
+    return importlib.import_module(f"tileops.kernels.attention.{folder}.{kernel}")
+
+
+def zeros(name, **given):
+    """A call of CPU tensors; packed requests are empty."""
+    call = CALLS[name](**given)
+    return type(call)(
+        *(torch.zeros(x.shape, dtype=x.dtype) if torch.is_tensor(x) else x for x in call)
     )
 
 
-def tensors(rows, keys=300, dim=64):
-    return [torch.zeros(2, n, 4, dim, dtype=BF16) for n in (rows, keys, keys)]
-
-
-def is_whole(*given, dynamic=None):
+def is_whole(name, dynamic=None, **given):
     """Whether a compiler finds the operator in the graph, with no guards but those of `infer`."""
-    call = DENSE.Call(*given)
-    dynamic = dynamic or {}
+    op, dynamic = CONTRACTS[name].op, dynamic or {}
+    call = given.pop("call", None) or zeros(name, **given)
 
     def read(graph):
-        return {node.target for node in graph.nodes}
+        return {x for node in graph.nodes for x in (node.target, *node.args[:1])}
 
-    found = checks.recorded(DENSE.op, call, dynamic, read)
+    found = checks.recorded(op, call, dynamic, read)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracing, "exporting", lambda: True)
-        alone = checks.recorded(DENSE.op, call, dynamic, read)
+        alone = checks.recorded(op, call, dynamic, read)
     assert found.guards <= alone.guards and found.specialized == alone.specialized
-    assert DENSE.op in alone.seen
-    return DENSE.op in found.seen
+    assert op in alone.seen
+    return op in found.seen
 
 
-def test_compiled_whole(on_cpu):
-    rows = {"q": (1,), "k": (1,), "v": (1,)}
-    assert is_whole(*tensors(300, 400))
-    assert is_whole(*tensors(300, 400), dynamic=rows)
-    assert is_whole(*tensors(5, 400), dynamic=rows)  # which may have 300 rows in the next call
-    every = {name: (0, 1) for name in "qkv"}
-    assert is_whole(*tensors(300, 400), dynamic=every)
+# Axes that vary: rows alone, and what else a program may leave open.
+ROWS = {
+    "gqa_dense_fwd": {"q": (1,), "k": (1,), "v": (1,)},
+    "gqa_varlen_fwd": {"q": (0,), "k": (0,), "v": (0,)},
+    "gqa_paged_fwd": {"q": (0,)},
+    "gqa_prefill_paged_fwd": {"q": (0,), "k_new": (0,), "v_new": (0,)},
+}
+EVERY = {
+    "gqa_dense_fwd": dict.fromkeys("qkv", (0, 1)),
+    "gqa_varlen_fwd": {"cu_seqlens_q": (0,), "cu_seqlens_kv": (0,)},
+    "gqa_paged_fwd": {
+        "k_pages": (0,),
+        "v_pages": (0,),
+        "page_table": (0, 1),
+        "cache_seqlens": (0,),
+        "cu_seqlens_q": (0,),
+    },
+    "gqa_prefill_paged_fwd": {
+        "k_pages": (0,),
+        "v_pages": (0,),
+        "block_table": (0, 1),
+        "cache_seqlens": (0,),
+        "cu_seqlens_q": (0,),
+    },
+}
 
 
-def test_compiled_into_the_graph(on_cpu):
-    assert not is_whole(*tensors(1))
-    assert not is_whole(*tensors(1), dynamic={"k": (1,), "v": (1,)})  # decode
-    assert not is_whole(*tensors(127, 400))
-    assert not is_whole(*tensors(300, 400, dim=32))
-    q, k, v = tensors(300, 400)
-    apart = k.transpose(1, 2).contiguous().transpose(1, 2)
-    assert not is_whole(q, apart, v)
+@every_operator
+def test_compiled_whole(name, on_cpu):
+    assert is_whole(name)
+    assert is_whole(name, ROWS[name])
+    assert is_whole(name, ROWS[name], rows=5)  # which may be 300 in the next call
+    assert is_whole(name, ROWS[name] | EVERY[name])
 
 
-def test_packages_have_no_tilelang(on_cpu):
-    rows = {"q": (1,), "k": (1,), "v": (1,)}
+@every_operator
+def test_compiled_into_the_graph(name, on_cpu):
+    assert not is_whole(name, rows=3, batch=3)  # decode
+    assert not is_whole(name, dim=32)
+
+
+def test_compiled_into_the_graph_for_what_else_is_known(on_cpu):
+    assert not is_whole("gqa_dense_fwd", {"k": (1,), "v": (1,)}, rows=1)
+    assert not is_whole("gqa_dense_fwd", rows=127)
+    given = zeros("gqa_dense_fwd")
+    apart = given.k.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not is_whole("gqa_dense_fwd", call=given._replace(k=apart))
+    assert not is_whole("gqa_paged_fwd", page=24)
+    assert not is_whole("gqa_prefill_paged_fwd", page=24)
+
+
+@every_operator
+def test_packages_have_no_tilelang(name, on_cpu):
     with checks.lowered():
-        assert not is_whole(*tensors(300, 400))
-        assert not is_whole(*tensors(300, 400), dynamic=rows)
+        assert not is_whole(name)
+        assert not is_whole(name, ROWS[name])
 
 
-def test_a_compiled_program_chooses_at_each_call(on_cpu):
+@every_operator
+def test_a_compiled_program_chooses_at_each_call(name, on_cpu):
     on_cpu.only_names()
+    op = CONTRACTS[name].op
     with checks.fresh_dynamo(), torch.no_grad():
-        compiled = torch.compile(DENSE.op, backend="aot_eager", dynamic=True, fullgraph=True)
-        given = tensors(300)
-        apart = given[1].transpose(1, 2).contiguous().transpose(1, 2)
-        for rows in (300, 140, 5):
-            compiled(*tensors(rows))
+        compiled = torch.compile(op, backend="aot_eager", dynamic=True, fullgraph=True)
+        for rows in (900, 420, 15):
+            compiled(*zeros(name, rows=rows))
         assert on_cpu.ran == ["tilelang", "tilelang", "triton"]
-    DENSE.op(given[0], apart, given[2])
+    given = zeros(name)
+    moved = torch.zeros(given.q.numel() + 1, dtype=BF16)[1:].view(given.q.shape)
+    op(*given._replace(q=moved))
     assert on_cpu.ran[3:] == ["triton"]
+
+
+def tensors(rows):
+    return zeros("gqa_dense_fwd", rows=rows)[:3]
 
 
 def test_what_is_set_aside_serves_nothing(on_cpu):
@@ -310,11 +400,11 @@ def test_a_kernel_that_cannot_be_compiled_gives_way(on_cpu, monkeypatch):
         tilelang_limits.give_up("could not be compiled: nvcc says no")
         raise KernelUnavailableError("no")
 
-    monkeypatch.setattr(dense, "gqa_dense_fwd", fails)
+    monkeypatch.setattr(module("gqa_dense_fwd", "tilelang"), "gqa_dense_fwd", fails)
     o, _ = DENSE.op(*tensors(300))
     DENSE.op(*tensors(300))
     assert on_cpu.ran == ["triton", "triton"] and (o == 1).all()
-    assert said() == "could not be compiled: nvcc says no"
+    assert refusal(dense()) == "could not be compiled: nvcc says no"
 
 
 # ------------------------------------------------------------------------ compiling, launching

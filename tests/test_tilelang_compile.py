@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("triton")
 tilelang = pytest.importorskip("tilelang")
 
 from tilelang import tvm  # noqa: E402  needs tilelang

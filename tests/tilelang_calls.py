@@ -21,7 +21,7 @@ def call(name: str, **given: Any) -> Any:
     return CONTRACTS[name].Call(**given)
 
 
-def dense(*, rows=300, keys=400, heads=8, heads_kv=2, dim=128, dtype=BF16, batch=2, **options):
+def dense(*, rows=300, keys=900, heads=8, heads_kv=2, dim=128, dtype=BF16, batch=2, **options):
     q = meta(batch, rows, heads, dim, dtype=dtype)
     kv = {x: meta(batch, keys, heads_kv, dim, dtype=dtype) for x in "kv"}
     return call("gqa_dense_fwd", **{"q": q, **kv, **options})
@@ -41,7 +41,7 @@ def paged(
     given = {
         "q": meta(rows, heads, dim, dtype=dtype),
         **pools,
-        "page_table": meta(batch, 20, dtype=I32),
+        "page_table": meta(batch, 2048 // page, dtype=I32),
         "cache_seqlens": meta(batch, dtype=I32),
         "cu_seqlens_q": meta(batch + 1, dtype=I32),
     }
@@ -61,7 +61,7 @@ def appended(
         "v_scale": meta(1, dtype=F32),
         "cu_seqlens_q": meta(batch + 1, dtype=I32),
         "cache_seqlens": meta(batch, dtype=I32),
-        "block_table": meta(batch, 20, dtype=I32),
+        "block_table": meta(batch, 2048 // page, dtype=I32),
         "page_size": page,
         "max_seqlen_q": rows,
     }
