@@ -8,6 +8,7 @@ from tests import aot, meta_calls
 from tests.test_imports import attempt
 from tests.triton_target import kernels
 from tileops import warmup, warmup_calls
+from tileops.kernels.attention.gqa_paged import tilelang as paged
 
 CHIP = aot.CHIPS["sm_90"]
 GPU = torch.cuda.is_available()
@@ -126,7 +127,12 @@ def test_values_are_combined():
     assert len(set(found)) == len(found)
 
 
-def test_list(capsys):
+@pytest.mark.parametrize("compiles", [True, False])
+def test_list(capsys, monkeypatch, compiles):
+    if compiles:
+        pytest.importorskip("tilelang")
+    missing = None if compiles else "needs nvcc"
+    monkeypatch.setattr(paged, "compiler_refusal", lambda: missing)
     asked = ["--list", "--op", "gqa_paged_fwd", "--heads", "32", "--head-dim", "64"]
     assert warmup.main([*asked, "--dtype", "float16", "--window-size-left", "127"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -137,7 +143,7 @@ def test_list(capsys):
     )
     assert said[2:] == [
         "  decode: attention_kernel, combine_kernel",
-        "  prefill: attention_kernel",
+        "  prefill: " + ("tilelang_attention, " if compiles else "") + "attention_kernel",
     ]
 
 

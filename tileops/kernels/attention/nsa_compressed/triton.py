@@ -72,17 +72,8 @@ def nsa_compressed_kernel(
     # Requested before the search for the tile's requests, mostly one, which takes about as long.
     queries = load_queries(q_row, live, 0, 1.0, D, BLOCK_D, False)
     last = tl.minimum(first + TOKENS, int64(tokens)) - 1
-    # Of few requests all offsets are looked at once, and none is waited for a second time.
-    few = requests < WAYS
-    lane = tl.arange(0, WAYS)
-    starts = tl.load(offsets + lane, mask=few & (lane <= requests), other=0x7FFFFFFF)
-    firsts = tl.load(chunk_offsets + lane, mask=few & (lane < requests), other=0)
-    if few:
-        low = tl.sum((starts <= first).to(tl.int32), 0) - 1
-        high = tl.sum((starts <= last).to(tl.int32), 0) - 1
-    else:
-        low = last_not_after(offsets, requests + 1, first, WAYS)
-        high = last_not_after(offsets, requests + 1, last, WAYS)
+    low = last_not_after(offsets, requests + 1, first, WAYS)
+    high = last_not_after(offsets, requests + 1, last, WAYS)
     logits = float32(scale) * LOG2E
 
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -90,14 +81,9 @@ def nsa_compressed_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     # Tokens behind the last request are padding and have no chunks.
     for n in range(low, tl.minimum(high, requests - 1) + 1):
-        if few:
-            begin = tl.sum(tl.where(lane == n, starts, 0), 0).to(tl.int64)
-            end = tl.sum(tl.where(lane == n + 1, starts, 0), 0).to(tl.int64)
-            chunk_first = tl.sum(tl.where(lane == n, firsts, 0), 0).to(tl.int64)
-        else:
-            begin = tl.load(offsets + n).to(tl.int64)
-            end = tl.load(offsets + n + 1).to(tl.int64)
-            chunk_first = tl.load(chunk_offsets + n).to(tl.int64)
+        begin = tl.load(offsets + n).to(tl.int64)
+        end = tl.load(offsets + n + 1).to(tl.int64)
+        chunk_first = tl.load(chunk_offsets + n).to(tl.int64)
         k_first = k + chunk_first * K_ROW + r * D
         v_first = v + chunk_first * V_ROW + r * DV
         # Closed chunks: of each row, of the last one, and those that every row sees.
