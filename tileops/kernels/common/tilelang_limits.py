@@ -26,9 +26,11 @@ FEWEST = 128  # query rows of a request below which another kernel is faster
 FEWEST_PACKED = 16  # the same of packed requests, whose heads share a tile
 SPLIT_KEYS = 4096  # keys from which on few rows are better served by splitting them
 ALIGNMENT = 16  # bytes, of where the copy engine starts
-MOST_BYTES = 2**31  # of a tensor: strides are 32-bit
+MOST_BYTES = 2**31  # of a dense tensor: its strides are 32-bit
+MOST_ROWS = 2**31  # of a packed tensor or a pool: coordinates are 32-bit
 FAR = 2**30  # a window from which on every key is in it
-MOST_CAP = 1000.0  # of a softcap: tanh is off by 1e-7, a logit by so many times that
+SCALES = 2.0**-60, 2.0**60  # between them nothing of a finite call leaves float32
+CAPS = 1e-3, 1e3  # of a softcap: tanh is off by 1e-7, a logit by so many times that
 
 
 def refusal(call: Any) -> str | None:
@@ -41,10 +43,10 @@ def refusal(call: Any) -> str | None:
 
 def option_refusal(call: Any) -> str | None:
     """Why the options of a call are not served."""
-    if call.sm_scale is not None and not 0 < call.sm_scale < float("inf"):
-        return f"serves finite scales above 0, got sm_scale={call.sm_scale}"
-    if call.softcap and call.softcap > MOST_CAP:
-        return f"serves softcaps of at most {MOST_CAP:g}, got softcap={call.softcap}"
+    if call.sm_scale is not None and not SCALES[0] < call.sm_scale < SCALES[1]:
+        return f"serves scales from 2**-60 to 2**60, got sm_scale={call.sm_scale}"
+    if call.softcap and not CAPS[0] <= call.softcap <= CAPS[1]:
+        return f"serves softcaps from {CAPS[0]:g} to {CAPS[1]:g}, got softcap={call.softcap}"
     return None
 
 
@@ -55,11 +57,11 @@ def tensor_refusal(q: Tensor, **keys: Tensor) -> str | None:
         return f"serves head dims of 64 and 128 columns, got D={dim}"
     problem = _problem("q", q)
     for name, x in keys.items():
-        problem = problem or _problem(name, x)
+        problem = problem or _problem(name, x, paged=name.endswith("_pages"))
     return problem
 
 
-def _problem(name: str, x: Tensor) -> str | None:
+def _problem(name: str, x: Tensor, paged: bool = False) -> str | None:
     """Why the copy engine or the products cannot take x."""
     if x.dtype not in HALF:
         return f"serves float16 and bfloat16, got {name} of {str(x.dtype).removeprefix('torch.')}"
@@ -69,8 +71,10 @@ def _problem(name: str, x: Tensor) -> str | None:
     elements = x.numel()
     if not elements:
         return f"serves no empty tensors, got {name} of shape {list(x.shape)}"
-    if elements * x.dtype.itemsize >= MOST_BYTES:
+    if x.dim() == 4 and not paged and elements * x.dtype.itemsize >= MOST_BYTES:
         return f"serves tensors of less than 2 GiB, got {name} of shape {list(x.shape)}"
+    if elements // (x.shape[-1] * x.shape[-2]) >= MOST_ROWS:
+        return f"serves fewer than 2**31 rows, got {name} of shape {list(x.shape)}"
     if not x.is_contiguous():
         return f"reads contiguous tensors, got {name} with strides {x.stride()}"
     if not traced and x.data_ptr() % ALIGNMENT:

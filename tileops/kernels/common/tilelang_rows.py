@@ -63,19 +63,21 @@ INLINE float exp2_fast(float x) {
   return y;
 }
 
-// Moves the reference maxima m to top where any row of the warp grew by more than slack
-// (log2 units), and says whether it did. alpha is what the rows' sums must be multiplied by.
+// Moves the reference maxima m to top, of rows that grew by more than slack (log2 units), and says
+// whether any of the warp did. A row moves by itself: others may be of another request, or see
+// keys that it does not. alpha is what the rows' sums must be multiplied by.
 INLINE bool move_reference(float *m, const float *top, float *l, float *alpha, float scale,
                               float slack) {
-  bool grew = (top[0] - m[0]) * scale > slack || (top[1] - m[1]) * scale > slack;
-  bool any = __any_sync(0xffffffffu, grew);
+  bool grew[2] = {(top[0] - m[0]) * scale > slack, (top[1] - m[1]) * scale > slack};
+  bool any = __any_sync(0xffffffffu, grew[0] || grew[1]);
   if (any) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float safe = top[h] == -INFINITY ? 0.f : top[h];
+      float to = grew[h] ? top[h] : m[h];
+      float safe = to == -INFINITY ? 0.f : to;
       alpha[h] = exp2_fast((m[h] - safe) * scale);
       l[h] *= alpha[h];
-      m[h] = top[h];
+      m[h] = to;
     }
   }
   return any;
@@ -292,13 +294,13 @@ INLINE bool packed_tile(int *tile, int number, int *state, const int *offsets,
 }
 
 // Where the key rows of block n lie in the pool: of its page `lane`, where a block has several.
-// Past the last page: `beyond`, behind the pool, from where the copy engine brings zeros.
+// Past the last page or the table: `beyond`, behind the pool, where the copy engine reads zeros.
 template <int BN, int PAGE> INLINE int pool_row(const int *table, int width, int request, int n,
                                                    int length, int beyond) {
   constexpr int PAGES = BN > PAGE ? BN / PAGE : 1;
   int lane = threadIdx.x % 32;
   int first = n * BN + (lane < PAGES ? lane : 0) * PAGE;
-  if (first >= length) {
+  if (first >= length || first / PAGE >= width) {
     return beyond;
   }
   return table[static_cast<long long>(request) * width + first / PAGE] * PAGE + first % PAGE;
@@ -375,6 +377,8 @@ INLINE void send_rows(const void *tile, void *o, int wg, int row, int live, int 
           make_uint4(x[0], x[1], x[2], x[3]);
     }
   }
+  // The copy engine writes here next.
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 }  // namespace attn

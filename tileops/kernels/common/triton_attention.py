@@ -381,6 +381,8 @@ def attention_kernel(
     old_len = kv_len
     if FRESH:
         old_len = kv_len - q_len
+    if PAGE > 0:
+        old_len = tl.minimum(old_len, width * PAGE)  # behind it are other tables, or nothing
     low = 0
     high = old_len
     plain_low = 0
