@@ -69,6 +69,7 @@ SERVED = {
     "gqa_paged_fwd": [
         *[paged(page=page) for page in (8, 16, 32, 64, 128, 256, 384)],
         paged(sinks=meta(8, dtype=F32), window_size_left=127, softcap=50.0),
+        paged(pages=1 << 20),  # 32 GiB
     ],
     "gqa_prefill_paged_fwd": [
         appended(page=8, dtype=torch.float16, is_causal=False, softcap=1.0),
@@ -141,6 +142,10 @@ REFUSED = [
         dense(v=meta(2, 1 << 22, 2, 128)),
         "serves tensors of less than 2 GiB, got v of shape [2, 4194304, 2, 128]",
     ),
+    (
+        paged(k_pages=meta(1 << 25, 64, 2, 128)),
+        "serves fewer than 2**31 rows, got k_pages of shape [33554432, 64, 2, 128]",
+    ),
 ]
 
 
@@ -150,17 +155,18 @@ def test_refusals(call, sentence, compiler):
 
 
 @every_operator
-@pytest.mark.parametrize("scale", [0.0, -0.1, float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("scale", [0.0, -0.1, 2.0**-60, 2.0**60, float("nan")])
 def test_scales_that_are_not_served(name, scale, compiler):
-    """A row's reference is its largest score times the scale; 0 * inf is not a number."""
     found = refusal(CALLS[name](sm_scale=scale))
-    assert found == f"serves finite scales above 0, got sm_scale={scale}"
+    assert found == f"serves scales from 2**-60 to 2**60, got sm_scale={scale}"
 
 
 @every_operator
-def test_softcaps_that_are_not_served(name, compiler):
-    assert refusal(CALLS[name](softcap=1001.0)) == (
-        "serves softcaps of at most 1000, got softcap=1001.0"
+@pytest.mark.parametrize("cap", [1001.0, 9e-4])
+def test_softcaps_that_are_not_served(name, cap, compiler):
+    assert (
+        refusal(CALLS[name](softcap=cap))
+        == f"serves softcaps from 0.001 to 1000, got softcap={cap}"
     )
 
 
