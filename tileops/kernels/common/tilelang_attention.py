@@ -26,6 +26,11 @@ LINES = 3  # tiles that are known
 LEAD = 3  # blocks before the end of a tile's copies the next one is asked for
 
 
+def device(name: str, *args: Any) -> Any:
+    """A call of a function of `tilelang_rows.py` that returns nothing."""
+    return T.call_extern("void", f"attn::{name}", *args)
+
+
 def make(
     *,
     layout: str,
@@ -200,13 +205,7 @@ def make(
         """Zeros before the first value that the tile sees and behind the request's last one."""
         if left or not DENSE:  # past S_kv the copy engine brings zeros
             if T.Or(first > 0, end < BN):
-                T.call_extern(
-                    "void",
-                    f"attn::clear_rows<{BN}, {D}>",
-                    T.access_ptr(v_s[slot, 0, 0], "r"),
-                    first,
-                    end,
-                )
+                device(f"clear_rows<{BN}, {D}>", T.access_ptr(v_s[slot, 0, 0], "r"), first, end)
                 T.fence_proxy_async()
                 T.sync_threads(8 + wg, 128)
 
@@ -235,19 +234,19 @@ def make(
         live = tile_s[line, LIVE]
         head = tile_s[line, HEAD]
         b = tile_s[line, REQUEST]
-        T.call_extern(
-            "void", f"attn::close_rows<{str(sinks).lower()}, {PER}>", m.data, total.data,
-            inverse.data, row_lse.data, scale,
-            T.access_ptr(sinks_[head * P], "r") if sinks else m.data, wg,
-        )  # fmt: skip
-        T.call_extern("void", f"attn::scale_rows<{O_REGS}>", acc.data, inverse.data)
-        T.call_extern("void", f"attn::pack<{O_REGS}, {BF16}>", acc.data, out.data)
-        T.call_extern(
-            "void",
-            f"attn::put_tile<{D}, {Q_PANEL}>",
-            out.data,
-            T.access_ptr(q_s[slot, wg * 64, 0], "r"),
+        device(
+            f"close_rows<{str(sinks).lower()}, {PER}>",
+            m.data,
+            total.data,
+            inverse.data,
+            row_lse.data,
+            scale,
+            T.access_ptr(sinks_[head * P], "r") if sinks else m.data,
+            wg,
         )
+        device(f"scale_rows<{O_REGS}>", acc.data, inverse.data)
+        device(f"pack<{O_REGS}, {BF16}>", acc.data, out.data)
+        device(f"put_tile<{D}, {Q_PANEL}>", out.data, T.access_ptr(q_s[slot, wg * 64, 0], "r"))
         T.fence_proxy_async()
         T.sync_threads(8 + wg, 128)
         if DENSE:  # the copy engine leaves out what lies past S_q
@@ -263,9 +262,8 @@ def make(
                     leader_scope_threads=128,
                 )
         else:  # which would go past the request
-            T.call_extern(
-                "void",
-                f"attn::send_rows<{D}, {Q_PANEL}, {PER}, {P}>",
+            device(
+                f"send_rows<{D}, {Q_PANEL}, {PER}, {P}>",
                 T.access_ptr(q_s[slot, wg * 64, 0], "r"),
                 T.access_ptr(o[0, 0, 0], "w"),
                 wg,
@@ -276,10 +274,16 @@ def make(
             )
             T.sync_threads(8 + wg, 128)
         if has_lse:
-            T.call_extern(
-                "void", f"attn::put_lse<{PER}>", T.access_ptr(lse[0, 0], "w"), row_lse.data, wg,
-                b * H + head if DENSE else head * P, SQ if DENSE else TQ, first, live,
-            )  # fmt: skip
+            device(
+                f"put_lse<{PER}>",
+                T.access_ptr(lse[0, 0], "w"),
+                row_lse.data,
+                wg,
+                b * H + head if DENSE else head * P,
+                SQ if DENSE else TQ,
+                first,
+                live,
+            )
 
     @T.macro
     def free_slot(q_free, pending):
@@ -298,29 +302,33 @@ def make(
         if right:
             if causal:
                 if at + BN - 1 > shift + group_low:
-                    T.call_extern(
-                        "void", f"attn::mask_after<{S_REGS}>", acc_s.data,
-                        shift + token[0] - column, shift + token[1] - column,
-                    )  # fmt: skip
+                    device(
+                        f"mask_after<{S_REGS}>",
+                        acc_s.data,
+                        shift + token[0] - column,
+                        shift + token[1] - column,
+                    )
             else:
                 if at + BN - 1 > T.min(shift + group_low + w_right, length - 1):
-                    T.call_extern(
-                        "void", f"attn::mask_after<{S_REGS}>", acc_s.data,
+                    device(
+                        f"mask_after<{S_REGS}>",
+                        acc_s.data,
                         T.min(shift + token[0] + w_right, length - 1) - column,
                         T.min(shift + token[1] + w_right, length - 1) - column,
-                    )  # fmt: skip
+                    )
         else:
             if at + BN > length:
-                T.call_extern(
-                    "void", f"attn::mask_after<{S_REGS}>", acc_s.data, length - 1 - column,
-                    length - 1 - column,
-                )  # fmt: skip
+                device(
+                    f"mask_after<{S_REGS}>", acc_s.data, length - 1 - column, length - 1 - column
+                )
         if left:
             if at < shift + group_high - w_left:
-                T.call_extern(
-                    "void", f"attn::mask_before<{S_REGS}>", acc_s.data,
-                    shift + token[0] - w_left - column, shift + token[1] - w_left - column,
-                )  # fmt: skip
+                device(
+                    f"mask_before<{S_REGS}>",
+                    acc_s.data,
+                    shift + token[0] - w_left - column,
+                    shift + token[1] - w_left - column,
+                )
 
     @T.prim_func
     def gqa_forward(
@@ -387,10 +395,13 @@ def make(
                                 tile_s[line, BLOCKS] = 0
                         T.mbarrier_arrive(tile_full[line])
                         i = i + 1
-                    T.call_extern(
-                        "void", "attn::close_counter", T.access_ptr(counter[0], "rw"), number,
-                        tiles if DENSE else state[1], ctas,
-                    )  # fmt: skip
+                    device(
+                        "close_counter",
+                        T.access_ptr(counter[0], "rw"),
+                        number,
+                        tiles if DENSE else state[1],
+                        ctas,
+                    )
                 if tx < 128 * NW + 32:  # the warp that copies
                     b = T.alloc_var("int32")
                     h = T.alloc_var("int32")
@@ -553,7 +564,7 @@ def make(
                                 m[e] = -T.infinity(F32)
                                 total[e] = 0
                         if softcap:
-                            T.call_extern("void", f"attn::cap<{S_REGS}>", acc_s.data, cap)
+                            device(f"cap<{S_REGS}>", acc_s.data, cap)
                         mask(
                             acc_s,
                             at,
@@ -566,22 +577,13 @@ def make(
                             group_high,
                             tx,
                         )
-                        T.call_extern(
-                            "void", f"attn::row_max<{S_REGS}>", acc_s.data, m.data, top.data
-                        )
+                        device(f"row_max<{S_REGS}>", acc_s.data, m.data, top.data)
                         moved[0] = T.call_extern(
                             "bool", "attn::move_reference", m.data, top.data, total.data,
                             alpha.data, scale, T.float32(slack),
                         )  # fmt: skip
-                        T.call_extern(
-                            "void",
-                            f"attn::weights<{S_REGS}>",
-                            acc_s.data,
-                            m.data,
-                            total.data,
-                            scale,
-                        )
-                        T.call_extern("void", "attn::after_weights", total.data)
+                        device(f"weights<{S_REGS}>", acc_s.data, m.data, total.data, scale)
+                        device("after_weights", total.data)
                         T.wait_wgmma(0)
                         T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
                         T.warpgroup_fence_operand(p, num_regs=S_REGS // 2)
@@ -597,10 +599,8 @@ def make(
                                 pending[0] = (i - 1) % 2
                         else:
                             if moved[0]:
-                                T.call_extern(
-                                    "void", f"attn::scale_rows<{O_REGS}>", acc_o.data, alpha.data
-                                )
-                        T.call_extern("void", f"attn::pack<{S_REGS}, {BF16}>", acc_s.data, p.data)
+                                device(f"scale_rows<{O_REGS}>", acc_o.data, alpha.data)
+                        device(f"pack<{S_REGS}, {BF16}>", acc_s.data, p.data)
                         fresh = n == 0
                         if left:
                             first_old = shift - w_left - at
