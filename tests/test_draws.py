@@ -8,7 +8,9 @@ import torch
 from ops_registry.contract import CONTRACTS
 from tests import aot, checks
 from tests.gpu import draws, random_calls, twins
+from tests.tilelang_calls import refusal
 from tests.triton_target import kernels
+from tileops.kernels.common import tilelang_limits
 
 every_operator = pytest.mark.parametrize("op", kernels())
 
@@ -34,6 +36,19 @@ def test_calls_are_legal(op):
         assert len(draws.tolerances(op, drawn)) == len(results) + len(mutated)
         shapes.add(str([x.shape for x in call if torch.is_tensor(x)]))
     assert len(shapes) > 20
+
+
+@pytest.mark.parametrize("op", draws.LONG)
+def test_a_third_of_the_calls_is_for_hopper(op, monkeypatch):
+    """Its kernel serves them, with every option; and the fixed key of every operator."""
+    monkeypatch.setattr(tilelang_limits, "_missing", lambda: None)
+    served = 0
+    for key in range(40):
+        call = random_calls.draw(random_calls.Job(op, 0, key, 1, "cpu"), 0)
+        served += refusal(call) is None
+        fixed = draws.draw_call(op, draws.LONG[op], draws.Draw(f"{key}", budget=1 << 20))
+        assert refusal(fixed) is None
+    assert served >= 12
 
 
 @every_operator

@@ -36,8 +36,24 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 Key = Mapping[str, Any]
 EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513, 1024, 1025)
 DIMS = (16, 24, 32, 40, 64, 64, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 256, 256)
-GROUPS = (1, 2, 3, 4, 4, 5, 7, 8, 8, 16)
+GROUPS = (1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 12, 16)
 TAIL = (-1, 2**30)  # table entries past a request's last page
+
+# A key of each operator with a TileLang kernel, whose calls it serves; half of all are such.
+PLAIN = {"heads": 8, "heads_kv": 2, "dtype": BF16, "is_causal": True, "misaligned": False}
+LONG = {
+    "gqa_dense_fwd": {"dim": 128, "softcap": 20.0},
+    "gqa_varlen_fwd": {"dim": 64, "sinks": True, "window_size_left": 127},
+    "gqa_paged_fwd": {
+        "dim": 128,
+        "sinks": False,
+        "window_size_left": 300,
+        "page_size": 16,
+        "pool": BF16,
+    },
+    "gqa_prefill_paged_fwd": {"dim": 64, "page_size": 64},
+}
+LONG = {op: PLAIN | {"long": True} | own for op, own in LONG.items()}
 
 KEYS: dict[str, Callable[[random.Random], dict[str, Any]]] = {}
 CALLS: dict[str, Callable[[Any, Draw], dict[str, Any]]] = {}
@@ -94,10 +110,10 @@ class Draw:
         batch = self.rng.randint(1, most)
         return batch, max(self.budget // (batch * heads), 16)
 
-    def rectangle(self, area: int, most: int = 4096) -> tuple[int, int]:
-        """Bounds of a query length and a cache length: square, or decoding."""
+    def rectangle(self, area: int, most: int = 4096, long: bool = False) -> tuple[int, int]:
+        """Bounds of a query length and a cache length: square, or (not long) decoding."""
         side = int(area**0.5)
-        queries = self.rng.choice((1, 4, side, side, side // 4 or 1))
+        queries = side if long else self.rng.choice((1, 4, side, side, side // 4 or 1))
         return queries, min(area // max(queries, 1), most)
 
 
@@ -112,7 +128,19 @@ def call(fn: Callable[[Any, Draw], dict[str, Any]]) -> Callable[..., dict[str, A
 
 
 def draw_key(op: str, rng: random.Random) -> dict[str, Any]:
-    return KEYS[op](rng) | {"misaligned": rng.random() < 0.15}
+    drawn, long = KEYS[op](rng), op in LONG and rng.random() < 0.5
+    while long and not on_hopper(op, drawn):
+        drawn = KEYS[op](rng)
+    return drawn | {"misaligned": rng.random() < 0.15} | ({"long": True} if long else {})
+
+
+def on_hopper(op: str, key: Key) -> bool:
+    """Whether a TileLang kernel serves aligned calls of the key that are long enough."""
+    page = key.get("page_size", 128)
+    rotated = op == "gqa_paged_fwd" and "pos_encoding_mode" in key
+    fp8 = E4M3 in (key["dtype"], key.get("pool"), key.get("cache_dtype"))
+    pages = page % 128 == 0 or page in (8, 16, 32, 64)
+    return key["dim"] in (64, 128) and pages and not rotated and not fp8
 
 
 def draw_call(op: str, key: Key, draw: Draw) -> Any:
@@ -132,6 +160,7 @@ class _Names:
     def __init__(self, key: Key) -> None:
         self.__dict__.update(key)
         self.key = key
+        self.long = key.get("long", False)
 
     def options(self, *names: str) -> dict[str, Any]:
         return {name: self.key[name] for name in names if name in self.key}
@@ -210,7 +239,7 @@ def gqa_varlen_bwd_key(rng):
 
 
 def page_size(rng: random.Random) -> int:
-    return rng.choice((1, 3, 7, 16, 16, 16, 24, 48, 64, 64, 128, 544))
+    return rng.choice((1, 3, 7, 8, 16, 16, 16, 24, 32, 48, 64, 64, 128, 256, 544))
 
 
 @key
@@ -347,8 +376,8 @@ def e4m3_scales(k, draw: Draw, batch: int, *names: str) -> dict[str, Any]:
 @call
 def gqa_dense_fwd_call(k, draw):
     batch, area = draw.batch(k.heads)
-    most_q, most_kv = draw.rectangle(area)
-    s_q, s_kv = draw.length(most_q), draw.length(most_kv)
+    most_q, most_kv = draw.rectangle(area, long=k.long)
+    s_q, s_kv = draw.length(most_q) + 128 * k.long, draw.length(most_kv)
     if k.is_causal or "pos_encoding_mode" in k.key:
         s_kv = max(s_q, s_kv)
     return (
@@ -359,11 +388,18 @@ def gqa_dense_fwd_call(k, draw):
     )
 
 
+def query_lengths(k, draw: Draw, batch: int, most: int) -> list[int]:
+    """Lengths up to `most`; where they are to be long, of at least 16 rows on average."""
+    lens = [draw.length(most) for _ in range(batch)]
+    missing = -(-(16 * batch - sum(lens)) // batch)
+    return [n + missing for n in lens] if k.long and missing > 0 else lens
+
+
 def request_lengths(k, draw: Draw) -> tuple[list[int], list[int]]:
     """Query and key lengths of a batch; with RoPE no query is before the first key."""
-    batch, area = draw.batch(k.heads)
-    most_q, most_kv = draw.rectangle(area)
-    q = [draw.length(most_q) for _ in range(batch)]
+    batch, area = draw.batch(k.heads, 40 if k.long else 9)
+    most_q, most_kv = draw.rectangle(area, long=k.long)
+    q = query_lengths(k, draw, batch, most_q)
     kv = [draw.length(most_kv) for _ in range(batch)]
     if "pos_encoding_mode" in k.key:
         kv = [max(pair) for pair in zip(q, kv, strict=True)]
@@ -449,9 +485,9 @@ def gqa_paged_fwd_call(k, draw):
 
 @call
 def gqa_prefill_paged_fwd_call(k, draw):
-    batch, area = draw.batch(k.heads)
-    most_q, most_kv = draw.rectangle(area)
-    new = [draw.length(most_q) for _ in range(batch)]
+    batch, area = draw.batch(k.heads, 40 if k.long else 9)
+    most_q, most_kv = draw.rectangle(area, long=k.long)
+    new = query_lengths(k, draw, batch, most_q)
     old = [draw.length(most_kv) for _ in range(batch)]
     table, pages = table_of(draw, [a + b for a, b in zip(old, new, strict=True)], k.page_size)
     pool = (pages * k.page_size, k.heads_kv, k.dim)

@@ -23,7 +23,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ def draw(job: Job, index: int) -> Any:
 
 def check(job: Job, call: Any, index: int) -> None:
     """Run call number `index` of a key and judge every output."""
-    contract, key = CONTRACTS[job.op], job.drawn
+    contract = CONTRACTS[job.op]
     stale, behind = index % 2 == 1, index % 4 >= 2
     used = poison.poisoned(call) if stale else checks.clone(call)
     with poison.memory(), aside(*(["tilelang"] if behind else [])):
@@ -72,13 +72,18 @@ def check(job: Job, call: Any, index: int) -> None:
     actual = returned + tuple(getattr(used, name) for name in contract.mutated)
     # A pool keeps its NaN; what else is NaN does not matter to the twin either.
     reference = poison.poisoned(call) if stale and contract.mutated else checks.clone(call)
-    if job.op == "nsa_topk":
+    judge(job.op, job.drawn, actual, reference)
+
+
+def judge(op: str, key: Mapping[str, Any], actual: Sequence[torch.Tensor], reference: Any) -> None:
+    """Outputs and mutated tensors of a call of the key against the twin's."""
+    if op == "nsa_topk":
         twins.check_nsa_topk(actual[0], twins.nsa_scores(reference))
         return
-    found = zip(actual, twins.twin(reference), draws.tolerances(job.op, key), strict=True)
+    found = zip(actual, twins.twin(reference), draws.tolerances(op, key), strict=True)
     for index, (a, e, tolerance) in enumerate(found):
         if tolerance is not None:
-            if job.op == "fp8_lightning_indexer":
+            if op == "fp8_lightning_indexer":
                 a = a if key["clean_logits"] else a.masked_fill(e == -torch.inf, -torch.inf)
                 # Weights of both signs cancel: a handful of logits has no size of its own.
                 few = e.isfinite().sum() < 16

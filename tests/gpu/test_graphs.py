@@ -16,13 +16,13 @@ def overwrite(static, call):
             x.copy_(y)
 
 
-def captured(case, call):
+def captured(op, call):
     """The graph of a call, its static inputs and its result."""
     static = checks.clone(call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = case.contract.op(*static)
+        result = op(*static)
     return graph, static, result
 
 
@@ -31,7 +31,7 @@ def test_capture_and_replay(case):
     """One graph serves other contents, lengths, tables and slots of the same shapes."""
     first = case.call(21)
     case.contract.op(*checks.clone(first))
-    graph, static, result = captured(case, first)
+    graph, static, result = captured(case.contract.op, first)
     for seed in range(4):
         call = relengthened(case.call(21, seed), seed) if seed else first
         overwrite(static, call)
@@ -44,7 +44,7 @@ def test_capture_of_another_size(case):
     """A call of one size warms the capture of another: no kernel is compiled for a length."""
     case.contract.op(*case.call(13))
     call = case.call(22)
-    graph, static, result = captured(case, call)
+    graph, static, result = captured(case.contract.op, call)
     overwrite(static, call)
     graph.replay()
     checks.check_against(case, checks.outputs_of(case, static, result), call)

@@ -4,21 +4,24 @@ import pytest
 import torch
 
 from ops_registry.accuracy import FORWARD
+from ops_registry.contract import CONTRACTS
 from ops_registry.targets import aside
-from tests import checks
-from tests.gpu import twins
-from tileops import explain
+from tests import checks, poison
+from tests.gpu import draws, random_calls, test_graphs, twins
+from tests.gpu.relength import relengthened
+from tileops import attention, explain
 from tileops.attention import GQADenseFwdOp
 from tileops.kernels.common import tilelang_launch
 
 BF16 = torch.bfloat16
+SERVES = "  builtin/tilelang: serves"
 
 
 def served():
     """Whether a TileLang kernel serves on this machine."""
     if not torch.cuda.is_available():
         return False
-    return "builtin/tilelang: serves" in explain(GQADenseFwdOp(), *noise(256))
+    return SERVES in explain(GQADenseFwdOp(), *noise(256)).splitlines()
 
 
 def noise(rows, heads=8, heads_kv=2, dim=128, batch=2, seed=0):
@@ -57,6 +60,86 @@ def test_explain_names_it():
         "  builtin/triton: would serve, a better one does",
     ]
     assert "serves 128 and more query rows" in explain(OP, *noise(5))
+
+
+# ------------------------------------------------------------------- the other operators too
+
+every_operator = pytest.mark.parametrize("name", draws.LONG)
+
+
+def long_call(name, seed=0):
+    """A call that the kernel serves; of one seed, the same shapes and lengths."""
+    return draws.draw_call(name, draws.LONG[name], draws.Draw(f"{name} {seed}", "cuda", 1 << 20))
+
+
+def other_values(call, seed):
+    """The call with other values, lengths and tables in the same shapes."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def value(x):
+        if not torch.is_tensor(x) or not x.is_floating_point() or x.dim() < 3:
+            return x
+        return torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype)
+
+    return relengthened(type(call)(*map(value, call)), seed)
+
+
+def judge_call(name, result, static, call):
+    """What a call on the tensors `static` gave and changed, for their contents in `call`."""
+    contract = CONTRACTS[name]
+    actual = (result,) if torch.is_tensor(result) else tuple(result)
+    actual += tuple(getattr(static, x) for x in contract.mutated)
+    random_calls.judge(name, draws.LONG[name], actual, call)
+
+
+@every_operator
+def test_explain_names_it_for_each(name):
+    call = long_call(name)
+    contract = CONTRACTS[name]
+    required = {x: getattr(call, x) for x in ("page_size", "max_seqlen_q") if x in call._fields}
+    op = getattr(attention, contract.op_class)(**required)
+    said = explain(op, *(getattr(call, x) for x in contract.tensors))
+    assert SERVES in said.splitlines()
+
+
+@every_operator
+@pytest.mark.parametrize("stale", [False, True])
+def test_values_of_each(name, stale):
+    for seed in range(4):
+        call = long_call(name, seed)
+        used = poison.poisoned(call) if stale else checks.clone(call)
+        before = poison.poisoned(call) if stale else checks.clone(call)
+        judge_call(name, CONTRACTS[name].op(*used), used, before)
+
+
+@every_operator
+def test_replays_with_other_lengths_and_tables(name):
+    call = long_call(name)
+    CONTRACTS[name].op(*checks.clone(call))
+    graph, static, result = test_graphs.captured(CONTRACTS[name].op, call)
+    for seed in range(4):
+        other = other_values(call, seed) if seed else checks.clone(call)
+        test_graphs.overwrite(static, other)
+        graph.replay()
+        judge_call(name, result, static, other)
+
+
+@every_operator
+def test_two_streams_of_each(name):
+    op, calls = CONTRACTS[name].op, [long_call(name, seed) for seed in range(2)]
+    streams = [torch.cuda.Stream() for _ in calls]
+    used = [[checks.clone(call) for _ in range(10)] for call in calls]
+    op(*checks.clone(calls[0]))
+    torch.cuda.synchronize()
+    found = [[], []]
+    for index in range(10):
+        for stream, given, results in zip(streams, used, found, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(op(*given[index]))
+    torch.cuda.synchronize()
+    for call, given, results in zip(calls, used, found, strict=True):
+        for x, result in zip(given, results, strict=True):
+            judge_call(name, result, x, checks.clone(call))
 
 
 @pytest.fixture(params=["tilelang", "triton"])
