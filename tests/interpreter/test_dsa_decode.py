@@ -7,7 +7,7 @@ from ops_registry.accuracy import FORWARD
 from ops_registry.attention.dsa_decode import DSA_DECODE_FWD
 from tests import checks, oracle
 from tests.cases.dsa_decode import indices
-from tileops.kernels.common import launch
+from tileops.kernels.common import recorder
 from tileops.kernels.common.machine import Machine, overriding
 
 F16, NAN = torch.float16, float("nan")
@@ -63,7 +63,7 @@ def test_slots(attend, slots, causal):
 )
 def test_ranges(attend, monkeypatch, processors, b, s, slots, early):
     """Parts of rows, ranges of several rows, and whole rows where they are many."""
-    monkeypatch.setattr(launch, "machine_of", lambda index: Machine("cuda", 90, processors))
+    monkeypatch.setattr(recorder, "machine_of", lambda index: Machine("cuda", 90, processors))
     with overriding("dsa_decode", {**SMALL, "EARLY": early}):
         check(attend, inputs(b=b, s=s, h=40, d=20, tail=3, slots=slots), 3, start=25)
 

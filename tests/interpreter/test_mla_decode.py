@@ -6,7 +6,7 @@ import torch
 from ops_registry.accuracy import FORWARD
 from ops_registry.attention.mla_decode import MLA_DECODE_FWD
 from tests import checks, oracle
-from tileops.kernels.common import launch
+from tileops.kernels.common import recorder
 from tileops.kernels.common.machine import Machine, overriding
 
 F16, NAN, INF = torch.float16, float("nan"), float("inf")
@@ -63,7 +63,7 @@ def test_lengths(decode, n):
 )  # fmt: skip
 def test_ranges(decode, monkeypatch, processors, b, n, early):
     """Ranges of several rows, parts of one, both at once, and none."""
-    monkeypatch.setattr(launch, "machine_of", lambda index: Machine("cuda", 90, processors))
+    monkeypatch.setattr(recorder, "machine_of", lambda index: Machine("cuda", 90, processors))
     with overriding("mla_decode", {**SMALL, "EARLY": early}):
         check(decode, inputs(b=b, n=n, h=40, h_kv=2, d=20, pe=3))
 
