@@ -8,7 +8,7 @@ from torch import Tensor
 from tileops.kernels.common.recorder import machine
 from tileops.kernels.common.tilelang_attention import make
 from tileops.kernels.common.tilelang_launch import counter, launch
-from tileops.kernels.common.tilelang_limits import FAR
+from tileops.kernels.common.triton_gqa import Scores, window_of
 
 LOG2E = math.log2(math.e)
 L2_BYTES = 40 * 2**20  # of keys and values that stay in the L2 cache while they are in use
@@ -30,17 +30,6 @@ class Keys(NamedTuple):
     table: Tensor | None = None
     page: int = 0
     appended: bool = False
-
-
-class Scores(NamedTuple):
-    """The options of a row: scale and softcap above 0 (0 for none), windows of -1 for none."""
-
-    scale: float
-    is_causal: bool
-    left: int = -1
-    right: int = -1
-    softcap: float = 0.0
-    sinks: Tensor | None = None
 
 
 class Tiles(NamedTuple):
@@ -83,8 +72,7 @@ def attend(
     heads_kv = k.shape[-2]
     group = heads // heads_kv
     layout = "dense" if offsets is None else "packed" if table is None else "paged"
-    left = scores.left if scores.left < FAR else -1
-    right = 0 if scores.is_causal else scores.right if scores.right < FAR else -1
+    left, right = window_of(scores)
     tiles = tiles_for(dim, layout, keys.page, left)
     rows = 64 * tiles.consumers
     packed = 1 if offsets is None else packed_heads(group, rows)
@@ -107,7 +95,7 @@ def attend(
     scale, cap = scores.scale * LOG2E, 0.0
     if scores.softcap:
         scale, cap = scores.softcap * LOG2E, 2 * scale / scores.softcap
-    sinks = count if scores.sinks is None else scores.sinks
+    sinks = count if scores.sinks is None else scores.sinks.contiguous()
     launch(
         make,
         q,

@@ -28,7 +28,6 @@ SPLIT_KEYS = 4096  # keys from which on few rows are better served by splitting 
 ALIGNMENT = 16  # bytes, of where the copy engine starts
 MOST_BYTES = 2**31  # of a dense tensor: its strides are 32-bit
 MOST_ROWS = 2**31  # of a packed tensor or a pool: coordinates are 32-bit
-FAR = 2**30  # a window from which on every key is in it
 SCALES = 2.0**-60, 2.0**60  # between them nothing of a finite call leaves float32
 CAPS = 1e-3, 1e3  # of a softcap: tanh is off by 1e-7, a logit by so many times that
 

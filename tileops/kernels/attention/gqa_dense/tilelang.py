@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from tileops.kernels.common.gqa_hooks import score_scale, softcap_of
 from tileops.kernels.common.tilelang_limits import (
     compiler_refusal,
     length_refusal,
@@ -24,13 +23,12 @@ def gqa_dense_fwd_refusal(call: Any) -> str | None:
 
 def gqa_dense_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
     """Fill o [B, S_q, H, D] and lse [B, H, S_q]."""
-    from tileops.kernels.common.tilelang_gqa import Keys, Scores, attend
+    from tileops.kernels.common.tilelang_gqa import Keys, attend
+    from tileops.kernels.common.triton_gqa import scores_of
     from tileops.kernels.common.triton_rope import rotated
 
     o, lse = out
     q, k = call.q, call.k
     if call.pos_encoding_mode == "rope":
         q, k = rotated(q, call, None, None), rotated(k, call, None, None)
-    windows = call.window_size_left, call.window_size_right
-    scores = Scores(score_scale(call), call.is_causal, *windows, softcap_of(call))
-    attend(o, lse, q, Keys(k, call.v), scores)
+    attend(o, lse, q, Keys(k, call.v), scores_of(call))

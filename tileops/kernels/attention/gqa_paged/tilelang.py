@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from tileops.kernels.common.gqa_hooks import score_scale, softcap_of
 from tileops.kernels.common.tilelang_limits import (
     compiler_refusal,
     option_refusal,
@@ -29,10 +28,9 @@ def gqa_paged_fwd_refusal(call: Any) -> str | None:
 
 def gqa_paged_fwd(out: Tensor, call: Any) -> None:
     """Fill o [T_q, H, D]."""
-    from tileops.kernels.common.tilelang_gqa import Keys, Scores, attend
+    from tileops.kernels.common.tilelang_gqa import Keys, attend
+    from tileops.kernels.common.triton_gqa import scores_of
 
-    sinks = None if call.sinks is None else call.sinks.contiguous()
-    windows = call.window_size_left, call.window_size_right
     keys = Keys(
         call.k_pages.flatten(0, 1),
         call.v_pages.flatten(0, 1),
@@ -40,5 +38,4 @@ def gqa_paged_fwd(out: Tensor, call: Any) -> None:
         call.page_table.contiguous(),
         call.k_pages.shape[1],
     )
-    scores = Scores(score_scale(call), call.is_causal, *windows, softcap_of(call), sinks)
-    attend(out, None, call.q, keys, scores, call.cu_seqlens_q.contiguous())
+    attend(out, None, call.q, keys, scores_of(call), call.cu_seqlens_q.contiguous())

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tileops.kernels.common.gqa_hooks import score_scale, softcap_of
+from tileops.kernels.common.gqa_hooks import score_scale
 from tileops.kernels.common.tilelang_limits import (
     compiler_refusal,
     option_refusal,
@@ -27,9 +27,10 @@ def gqa_prefill_paged_fwd_refusal(call: Any) -> str | None:
 def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
     """Append k_new, v_new to the pools and fill o [T_q, H, D]."""
     from tileops.kernels.attention.gqa_prefill_paged.triton import append
-    from tileops.kernels.common.tilelang_gqa import Keys, Scores, attend
+    from tileops.kernels.common.tilelang_gqa import Keys, attend
+    from tileops.kernels.common.triton_gqa import Scores
 
     offsets, lengths, table, q, _ = append(call)
     keys = Keys(call.k_pages, call.v_pages, lengths, table, call.page_size, appended=True)
-    scores = Scores(score_scale(call), call.is_causal, softcap=softcap_of(call))
+    scores = Scores(score_scale(call), call.is_causal, softcap=call.softcap)
     attend(out, None, q, keys, scores, offsets)

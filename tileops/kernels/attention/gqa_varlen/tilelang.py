@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from tileops.kernels.common.gqa_hooks import score_scale, softcap_of
 from tileops.kernels.common.tilelang_limits import (
     compiler_refusal,
     option_refusal,
@@ -24,7 +23,8 @@ def gqa_varlen_fwd_refusal(call: Any) -> str | None:
 
 def gqa_varlen_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
     """Fill o [T_q, H, D] and lse [H, T_q]."""
-    from tileops.kernels.common.tilelang_gqa import Keys, Scores, attend
+    from tileops.kernels.common.tilelang_gqa import Keys, attend
+    from tileops.kernels.common.triton_gqa import scores_of
     from tileops.kernels.common.triton_rope import rotated
 
     o, lse = out
@@ -32,7 +32,4 @@ def gqa_varlen_fwd(out: tuple[Tensor, Tensor], call: Any) -> None:
     offsets, offsets_kv = call.cu_seqlens_q.contiguous(), call.cu_seqlens_kv.contiguous()
     if call.pos_encoding_mode == "rope":
         q, k = rotated(q, call, offsets, offsets_kv), rotated(k, call, offsets_kv, offsets_kv)
-    sinks = None if call.sinks is None else call.sinks.contiguous()
-    windows = call.window_size_left, call.window_size_right
-    scores = Scores(score_scale(call), call.is_causal, *windows, softcap_of(call), sinks)
-    attend(o, lse, q, Keys(k, call.v, offsets_kv), scores, offsets)
+    attend(o, lse, q, Keys(k, call.v, offsets_kv), scores_of(call), offsets)
