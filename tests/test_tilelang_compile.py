@@ -10,12 +10,21 @@ import torch
 pytest.importorskip("triton")
 tilelang = pytest.importorskip("tilelang")
 
-from tilelang import tvm  # noqa: E402  needs tilelang
-from tilelang.contrib import nvcc  # noqa: E402  the same
+# Below, as all of it needs the two.
+from tilelang import tvm  # noqa: E402  see above
+from tilelang.contrib import nvcc  # noqa: E402  see above
 
-from tests.tilelang_calls import F32, appended, dense, launch_of, meta, packed, paged  # noqa: E402
-from tileops.kernels.common import tilelang_limits  # noqa: E402
-from tileops.kernels.common.tilelang_launch import PASSES, TARGET  # noqa: E402
+from tests.tilelang_calls import (  # noqa: E402  see above
+    F32,
+    appended,
+    dense,
+    launch_of,
+    meta,
+    packed,
+    paged,
+)
+from tileops.kernels.common import tilelang_limits  # noqa: E402  see above
+from tileops.kernels.common.tilelang_launch import PASSES, TARGET  # noqa: E402  see above
 
 pytestmark = pytest.mark.aot
 OPTIONS = ("-std=c++17", "-O3", "-cubin", "-arch=sm_90a", "--expt-relaxed-constexpr")

@@ -17,6 +17,7 @@ SWIZZLE_128B = 1
 FOREVER = 2**30
 PANEL = 64  # columns of a shared-memory panel: 128 bytes
 F32 = "float32"
+SLACK = 8.0  # log2 units a row may grow before its reference moves
 # Consumer groups -> registers of a thread, in them and in the producer: together at most the
 # 65,536 of a multiprocessor. With fewer the producer spills.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
@@ -49,7 +50,6 @@ def make(
     block_n: int = 128,
     consumers: int = 2,
     stages: int = 2,
-    slack: float = 8.0,
 ) -> Any:
     """The kernel of (q, k, v, o, lse, offsets, lengths, table, sinks, counter, scale, cap, left,
     right, requests, blocks, tiles, section, CTAs).
@@ -67,7 +67,6 @@ def make(
     requests: B. Dense: blocks of ceil(S_q / (64 consumers)) rows, B * H times as many tiles, in
         sections of so many of the B * H heads. Else section says whether requests are served
         together (see `packed_tile`). CTAs: programs that share the tiles.
-    slack: how many log2 units a row may grow before its reference moves.
     """
     consumer_regs, producer_regs = REGISTERS[consumers]
     D, G, BN, NW, ST, P = head_dim, group, block_n, consumers, stages, packed_heads
@@ -580,7 +579,7 @@ def make(
                         device(f"row_max<{S_REGS}>", acc_s.data, m.data, top.data)
                         moved[0] = T.call_extern(
                             "bool", "attn::move_reference", m.data, top.data, total.data,
-                            alpha.data, scale, T.float32(slack),
+                            alpha.data, scale, T.float32(SLACK),
                         )  # fmt: skip
                         device(f"weights<{S_REGS}>", acc_s.data, m.data, total.data, scale)
                         device("after_weights", total.data)
