@@ -49,18 +49,21 @@ def option_refusal(call: Any) -> str | None:
     return None
 
 
-def tensor_refusal(q: Tensor, **keys: Tensor) -> str | None:
-    """Why queries [..., H, D] and what holds keys and values are not served, by their names."""
+def tensor_refusal(q: Tensor, *, pools: bool = False, **keys: Tensor) -> str | None:
+    """Why queries [..., H, D] and what holds keys and values are not served, by their names.
+
+    pools: the kernel sees keys and values as rows [N_kv, H_kv, D], whatever their shape.
+    """
     dim = q.shape[-1]
     if dim not in DIMS:
         return f"serves head dims of 64 and 128 columns, got D={dim}"
     problem = _problem("q", q)
     for name, x in keys.items():
-        problem = problem or _problem(name, x, paged=name.endswith("_pages"))
+        problem = problem or _problem(name, x, pools)
     return problem
 
 
-def _problem(name: str, x: Tensor, paged: bool = False) -> str | None:
+def _problem(name: str, x: Tensor, pools: bool = False) -> str | None:
     """Why the copy engine or the products cannot take x."""
     if x.dtype not in HALF:
         return f"serves float16 and bfloat16, got {name} of {str(x.dtype).removeprefix('torch.')}"
@@ -70,7 +73,7 @@ def _problem(name: str, x: Tensor, paged: bool = False) -> str | None:
     elements = x.numel()
     if not elements:
         return f"serves no empty tensors, got {name} of shape {list(x.shape)}"
-    if x.dim() == 4 and not paged and elements * x.dtype.itemsize >= MOST_BYTES:
+    if x.dim() == 4 and not pools and elements * x.dtype.itemsize >= MOST_BYTES:
         return f"serves tensors of less than 2 GiB, got {name} of shape {list(x.shape)}"
     if elements // (x.shape[-1] * x.shape[-2]) >= MOST_ROWS:
         return f"serves fewer than 2**31 rows, got {name} of shape {list(x.shape)}"

@@ -21,7 +21,7 @@ def gqa_paged_fwd_refusal(call: Any) -> str | None:
         option_refusal(call)
         or page_refusal(page)
         or packed_refusal(call.q, call.cu_seqlens_q, call.page_table.shape[1] * page)
-        or tensor_refusal(call.q, k_pages=call.k_pages, v_pages=call.v_pages)
+        or tensor_refusal(call.q, pools=True, k_pages=call.k_pages, v_pages=call.v_pages)
         or compiler_refusal()
     )
 
