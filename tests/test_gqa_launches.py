@@ -11,8 +11,9 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from ops_registry.contract import CONTRACTS
 from tests import aot
-from tests.meta_calls import I32, meta
+from tests.meta_calls import F32, I32, meta
 from tileops.kernels.common.machine import configuration
+from tileops.kernels.common.triton_gqa import even_splits, splits_wanted
 
 CHIP = aot.CHIPS["sm_90"]
 DECODE = {"requests": 32, "tokens": 32, "keys": 4096}
@@ -24,8 +25,12 @@ FEW = {
 }
 
 
-def paged(requests, tokens, keys, heads=32, heads_kv=8, page=64, tensor=meta):
-    pool = tensor(requests * keys // page, page, heads_kv, 128)
+def paged(
+    requests, tokens, keys, heads=32, heads_kv=8, page=64, tensor=meta, cache=None, **options
+):
+    pool = tensor(
+        requests * keys // page, page, heads_kv, 128, **({"dtype": cache} if cache else {})
+    )
     return CONTRACTS["gqa_paged_fwd"].Call(
         q=tensor(tokens, heads, 128),
         k_pages=pool,
@@ -33,6 +38,20 @@ def paged(requests, tokens, keys, heads=32, heads_kv=8, page=64, tensor=meta):
         page_table=tensor(requests, keys // page, dtype=I32),
         cache_seqlens=tensor(requests, dtype=I32),
         cu_seqlens_q=tensor(requests + 1, dtype=I32),
+        **options,
+    )
+
+
+def multi_head(tokens, is_causal):
+    pool = meta(4 * 4096, 32, 128)
+    return CONTRACTS["mha_decode_paged_fwd"].Call(
+        q=meta(4, tokens, 32, 128),
+        k=pool,
+        v=pool,
+        real_seqlen_kv=meta(4, dtype=I32),
+        block_table=meta(4, 4096 // 64, dtype=I32),
+        page_size=64,
+        is_causal=is_causal,
     )
 
 
@@ -67,6 +86,65 @@ def test_few_requests_fill_the_machine(shape):
     slots = resident * CHIP.machine.processors
     busy = shape["requests"] * attention.constexprs["HEADS_KV"]
     assert 0.9 * slots <= busy * arguments(attention)["splits"] <= slots
+
+
+def time(programs, slots, splits):
+    """In waves, each the time of one program for all its keys, of which it walks a part."""
+    return -(-programs * splits // slots) / splits
+
+
+@pytest.mark.parametrize("slots", [132, 264, 296])
+def test_no_wave_is_left_idle_that_more_splits_would_fill(slots):
+    keys = 2**20
+    for programs in range(1, 8 * slots):
+        few, splits = splits_wanted(programs, slots, keys), even_splits(programs, slots, keys)
+        assert time(programs, slots, splits) <= time(programs, slots, few)
+        more = time(programs, slots, 2 * few + 1) <= 7 / 8 * time(programs, slots, few)
+        assert splits == min(2 * few + 1 if more else few, 128)
+        assert even_splits(programs, slots, 256) == 1
+
+
+@pytest.mark.parametrize("requests, splits", [(32, 1), (40, 3), (64, 1), (128, 1)])
+def test_requests_that_leave_the_last_wave_idle_are_split(requests, splits):
+    attention, *_ = aot.launches("gqa_paged_fwd", paged(requests, requests, 4096), CHIP)
+    assert arguments(attention)["splits"] == splits
+
+
+def test_keys_outside_of_a_window_are_not_split():
+    call = paged(**FEW["one request"], window_size_left=127)
+    (attention,) = aot.launches("gqa_paged_fwd", call, CHIP)
+    assert arguments(attention)["splits"] == 1
+    call = paged(**FEW["one request"], window_size_left=127, is_causal=False)
+    assert len(aot.launches("gqa_paged_fwd", call, CHIP)) == 2  # it sees all that follow
+
+
+def test_one_token_sees_the_same_keys_under_a_causal_mask():
+    """So that one kernel serves both; of several tokens only the last does."""
+    kernels = {
+        (tokens, causal): aot.distinct(
+            aot.launches("mha_decode_paged_fwd", multi_head(tokens, causal), CHIP)
+        )
+        for tokens in (1, 4)
+        for causal in (False, True)
+    }
+    assert kernels[1, False] == kernels[1, True] == kernels[4, True] != kernels[4, False]
+
+
+def test_blocks_of_bytes_have_as_many_bytes_on_their_way():
+    scale = meta(1, dtype=F32)
+    scales = {"k_scale": scale, "v_scale": scale}
+    call = paged(**DECODE, cache=torch.float8_e4m3fn, **scales)
+    bytes_, pairs = (
+        aot.launches("gqa_paged_fwd", x, CHIP)[0].stages for x in (call, paged(**DECODE))
+    )
+    # A step of the pipeline is the page table's: two blocks ahead and one.
+    assert ((bytes_ - 1) // 2, (pairs - 1) // 2) == (2, 1)
+
+
+def test_parts_of_a_long_request_are_joined_in_few_steps():
+    _, combine = aot.launches("gqa_paged_fwd", paged(**FEW["one request"]), CHIP)
+    assert arguments(combine)["splits"] <= 2 * combine.constexprs["BLOCK_S"]
+    assert combine.constexprs["BLOCK_S"] * combine.constexprs["BLOCK_D"] <= 2**13
 
 
 @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=["decode", "prefill"])

@@ -119,6 +119,14 @@ def test_calls_of_other_lengths_compile_nothing_more(name, layout, group, monkey
         assert warmed(name, **flags) <= known, (keys, tokens)
 
 
+@pytest.mark.parametrize("name", ["gqa_dense_fwd", "mha_decode_paged_fwd"])
+def test_several_tokens_without_a_mask_compile_nothing_more(name, monkeypatch):
+    known = warmed(name, is_causal=False)
+    for tokens in (2, 5):
+        monkeypatch.setattr(warmup_calls, "TOKENS", tokens)
+        assert warmed(name, is_causal=False) <= known
+
+
 def test_values_are_combined():
     given = {"head_dim": [64, 128], "window_size_left": [-1, 4095], "page_size": [16]}
     found = warmup.plan(["gqa_paged_fwd", "paged_kv_cache_write"], given)
@@ -142,7 +150,7 @@ def test_list(capsys, monkeypatch, compiles):
         "layout=separate"
     )
     assert said[2:] == [
-        "  decode: attention_kernel, combine_kernel",
+        "  decode: attention_kernel",
         "  prefill: " + ("tilelang_attention, " if compiles else "") + "attention_kernel",
     ]
 

@@ -80,6 +80,8 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {}
 ONE, BOTH = ("call",), ("decode", "prefill")
+# Without a mask, dense requests of one token have a kernel of their own.
+SEVERAL = ("decode", "several tokens", "prefill")
 # Keys of the projection, or of a cache; a single row of a projection is a tensor of its own.
 PROMPTS, SINGLE = ("short prompt", "chunk"), ("decode of one request",)
 MODEL: Arguments = {"heads": 32, "heads_kv": 8, "head_dim": 128, "dtype": torch.bfloat16}
@@ -128,12 +130,18 @@ def scales(s: SimpleNamespace, make: Maker, *names: str, batch: int = 1) -> Argu
     return {n: make.ones(batch, s.heads_kv) for n in names} if s.dtype == E4M3 else {}
 
 
+def tokens_of(phase: str) -> int:
+    """Of a request."""
+    if phase in ("prefill", "chunk"):
+        return TOKENS
+    return 2 if phase in ("short prompt", "several tokens") else 1
+
+
 def queries_and_keys(
     s: SimpleNamespace, make: Maker, phase: str, *lead: int
 ) -> tuple[torch.Tensor, ...]:
     """q, k and v [*lead, tokens, heads, D]; in prompts k and v are of a projection, like q."""
-    tokens = TOKENS if phase in ("prefill", "chunk") else 2 if phase == "short prompt" else 1
-    q, k, v = make.qkv(*lead, tokens, s=s)
+    q, k, v = make.qkv(*lead, tokens_of(phase), s=s)
     if phase not in ("prefill", "short prompt"):
         k, v = (make.zeros(*lead, KEYS, s.heads_kv, s.head_dim, dtype=s.dtype) for _ in "kv")
     return q, k, v
@@ -144,7 +152,7 @@ def batch_of(s: SimpleNamespace, phase: str) -> int:
     return 2 if s.layout == "fused" and phase == "decode" else 1
 
 
-@recipe("gqa_dense_fwd", BOTH, MODEL | SCORES | ROPE | {"out_dtype": None}, PROMPTS + SINGLE)
+@recipe("gqa_dense_fwd", SEVERAL, MODEL | SCORES | ROPE | {"out_dtype": None}, PROMPTS + SINGLE)
 def gqa_dense_fwd(s: SimpleNamespace, make: Maker, phase: str) -> Arguments:
     batch = batch_of(s, phase)
     q, k, v = queries_and_keys(s, make, phase, batch)
@@ -271,12 +279,12 @@ def gqa_prefill_paged_fwd(s: SimpleNamespace, make: Maker, phase: str) -> Argume
 
 @recipe(
     "mha_decode_paged_fwd",
-    BOTH,
+    SEVERAL,
     {x: MODEL[x] for x in ("heads", "head_dim", "dtype")} | {"page_size": 64, "is_causal": False},
     SINGLE,
 )
 def mha_decode_paged_fwd(s: SimpleNamespace, make: Maker, phase: str) -> Arguments:
-    batch, queries = batch_of(s, phase), TOKENS if phase == "prefill" else 1
+    batch, queries = batch_of(s, phase), tokens_of(phase)
     k, v = (make.zeros(s.page_size, s.heads, s.head_dim, dtype=s.dtype) for _ in "kv")
     return {
         "q": make.heads(batch, queries, heads=[s.heads] * 3, s=s)[0],

@@ -28,7 +28,7 @@ L2_BYTES = 2**25  # of keys and values that stay in the L2 cache while a section
 SPLIT_KEYS = 256  # a split has at least so many keys
 MAX_SPLITS = 128
 WAYS = 128
-COMBINED = 16  # splits joined at a time
+COMBINED = 64  # splits joined at a time, where their rows are at most 128 wide
 
 
 class Queries(NamedTuple):
@@ -149,14 +149,52 @@ def tiles_wanted(small: Any, limit: Any) -> list[tuple[str, Any]]:
     return [("narrow", narrow), ("wide", 1 - narrow)]
 
 
+def window_for(scores: Scores, queries: Queries) -> tuple[int, int]:
+    """`window_of`, but causal for one token a request.
+
+    It is the last one and sees the same keys: one kernel serves both. Packed requests may have
+    more tokens, and so may a length that is traced.
+    """
+    left, right = window_of(scores)
+    alone = type(queries.length) is int and queries.length == 1
+    return left, 0 if alone else right
+
+
+def keys_seen(window: tuple[int, int], block_m: int, keys: Any) -> Any:
+    """The most of its keys that a tile of block_m rows sees: no more, whatever its group."""
+    left, right = window
+    return keys if left < 0 or right < 0 else smaller(keys, left + right + block_m)
+
+
 def splits_wanted(programs: Any, slots: int, keys: Any) -> Any:
     """How many parts each tile's keys are walked in, to give every slot of the machine work.
 
     1 for no programs: of two shapes in a traced program the idle one has nothing to join.
     """
-    at_most = smaller(MAX_SPLITS, (keys + SPLIT_KEYS - 1) // SPLIT_KEYS)
     wanted = slots // larger(programs, 1) * smaller(programs, 1)
-    return larger(smaller(wanted, at_most), 1)
+    return larger(smaller(wanted, most_splits(keys)), 1)
+
+
+def even_splits(programs: Any, slots: int, keys: Any) -> Any:
+    """`splits_wanted`, or twice as many and one more where that takes at least 1/8 less time.
+
+    A wave of programs takes the time of one of them, however few it has. 320 programs in 264
+    slots are two waves that last as long as all the keys of a tile; in three parts, they are
+    four that last a third as long.
+    """
+    few = splits_wanted(programs, slots, keys)
+    many = 2 * few + 1
+    # Both in few * many-ths of the time that one program takes for all its keys.
+    time_few = (programs * few + slots - 1) // slots * many
+    time_many = (programs * many + slots - 1) // slots * few
+    saved = larger(time_few - time_many, 0)
+    uneven = smaller(8 * saved // larger(time_few, 1), 1)
+    return larger(smaller(few + uneven * (few + 1), most_splits(keys)), 1)
+
+
+def most_splits(keys: Any) -> Any:
+    """As many as have SPLIT_KEYS keys each."""
+    return smaller(MAX_SPLITS, (keys + SPLIT_KEYS - 1) // SPLIT_KEYS)
 
 
 def busy_tiles(tokens: Any, requests: Any, group: int, block_m: int) -> Any:
@@ -169,13 +207,19 @@ def busy_tiles(tokens: Any, requests: Any, group: int, block_m: int) -> Any:
 
 
 def numbers_for(
-    shape: str, device: Machine, dim: int, group: int, rotated: bool = False
+    shape: str,
+    device: Machine,
+    dim: int,
+    group: int,
+    rotated: bool = False,
+    e4m3: bool = False,
 ) -> Mapping[str, int]:
     """Tile sizes, warps, stages and programs per multiprocessor.
 
     programs_paged, where it is there: programs with pages, whose table takes one of the stages.
     shape: "narrow", "wide" through tensor descriptors, or wide through "pointers".
     rotated: keys are rotated as they are read.
+    e4m3: keys are of one byte: `stages_e4m3`, where it is there, has as many bytes on their way.
     """
     numbers = configuration(f"attention_{shape}", f"d{padded(dim)}", device)
     if shape != "narrow":
@@ -187,6 +231,8 @@ def numbers_for(
     fitting = {"BLOCK_M": min(max(16, wanted), numbers["BLOCK_M"])}
     if rotated:  # the other half of every key and the tables take room too
         fitting["BLOCK_N"] = max(16, numbers["BLOCK_N"] // 2)
+    if e4m3:
+        fitting["stages"] = numbers.get("stages_e4m3") or numbers["stages"]
     return {**numbers, **fitting}
 
 
@@ -219,12 +265,14 @@ def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: 
     fits = wide["BLOCK_M"] % group == 0 and keys.page % wide["BLOCK_N"] == 0 and not scores.rotary
     if not (fits and tileable(*k) and tileable(*v) and tileable(o, heads * dim)):
         wide = numbers_for("pointers", device, dim, group)
-    narrow = numbers_for("narrow", device, dim, group, rotated=scores.rotary > 0)
+    e4m3 = keys.k.dtype.itemsize == 1
+    narrow = numbers_for("narrow", device, dim, group, scores.rotary > 0, e4m3)
     narrow_rows = narrow["BLOCK_M"]
     if packed:
         small, limit = tokens, queries.requests * max(narrow_rows // group, 1)
     else:
         small, limit = queries.length * group, narrow_rows
+    window = window_for(scores, queries)
     for shape, active in tiles_wanted(small, limit):
         numbers = wide if shape == "wide" else narrow
         block_m = numbers["BLOCK_M"]
@@ -238,8 +286,10 @@ def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: 
             programs = busy = tiles * heads_kv * queries.requests
         resident = numbers.get("programs_paged") if keys.page else None
         slots = device.processors * (resident or numbers["programs"])
-        splits = splits_wanted(busy, slots, keys.length)
-        _launch(o, lse, queries, keys, k, v, scores, numbers, tiles, programs, splits)
+        seen = keys_seen(window, block_m, keys.length)
+        wanted = even_splits if shape == "narrow" else splits_wanted
+        splits = wanted(busy, slots, seen)
+        _launch(o, lse, queries, keys, k, v, scores, window, numbers, tiles, programs, splits)
 
 
 def _launch(
@@ -250,6 +300,7 @@ def _launch(
     strided_k: tuple[Tensor, int],
     strided_v: tuple[Tensor, int],
     scores: Scores,
+    window: tuple[int, int],
     numbers: Mapping[str, int],
     tiles: Any,
     programs: Any,
@@ -270,7 +321,7 @@ def _launch(
     parted = splits * smaller(splits - 1, 1) * tokens * heads
     partial_o = q.new_empty((larger(parted * dim, 16),), dtype=torch.float32)
     partial_lse = q.new_empty((larger(parted, 16),), dtype=torch.float32)
-    left, right = window_of(scores)
+    left, right = window
     sinks = scores.sinks
     element = k.dtype.itemsize * 2 * dim
     section = larger(L2_BYTES // larger(keys.length * element, 1), 1)
@@ -382,7 +433,7 @@ def _launch(
         HAS_SINKS=sinks is not None,
         HAS_LSE=lse is not None,
         BLOCK_D=block_d,
-        BLOCK_S=COMBINED,
+        BLOCK_S=min(COMBINED, 128 * COMBINED // block_d),
         warps=4,
         stages=2,
     )
