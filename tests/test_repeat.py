@@ -40,6 +40,7 @@ def log(monkeypatch):
             launch.noted().append(launch.Made(compiled, grid, (*args, *rest)))
 
     monkeypatch.setattr(launch, "_run", run)
+    monkeypatch.setattr(launch, "compile_side_by_side", lambda held: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     return found
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -116,10 +117,28 @@ class Made(NamedTuple):
     args: tuple[Any, ...]
 
 
+class Held(NamedTuple):
+    """One eager launch that is yet to be made, by `_run` with these arguments."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constexprs: dict[str, Any]
+    options: tuple[int, int, int | None]
+    device: int
+
+    @property
+    def key(self) -> Any:
+        """What decides which compiled kernel it takes."""
+        types = map(_type_of, self.args)
+        return self.kernel, self.device, self.options, *self.constexprs.values(), *types
+
+
 class _Notes(threading.local):
-    """The launches of a thread that are noted; None where they are not."""
+    """The launches of a thread that are noted, and those that are held; None where none are."""
 
     made: list[Made] | None = None
+    held: list[Held] | None = None
 
 
 _notes = _Notes()
@@ -139,6 +158,56 @@ def noting() -> Iterator[list[Made]]:
 def noted() -> list[Made] | None:
     """Where this thread's launches are noted, if they are."""
     return _notes.made
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Make the eager launches of this thread in the end, their new kernels compiled side by side.
+
+    Only for launches whose results nothing but launches reads meanwhile.
+    """
+    if _notes.held is not None:
+        yield  # part of those that are held already
+        return
+    held: list[Held] = []
+    _notes.held = held
+    try:
+        yield
+    finally:
+        _notes.held = None
+    compile_side_by_side(held)
+    for each in held:
+        _on_device(each.device, _run, *each)
+
+
+def compile_side_by_side(held: Sequence[Held]) -> None:
+    """Compile what is new of several launches; most of it runs without Python's lock."""
+    new = {each.key: each for each in held if each.key not in _compiled}
+    if len(new) < 2:
+        return
+    keep_key()
+    with ThreadPoolExecutor(len(new)) as pool:
+        # An error would leave the mode on; the launch itself meets it again.
+        with triton.AsyncCompileMode(pool, ignore_errors=True):
+            begun = [(each, _on_device(each.device, _begin, each)) for each in new.values()]
+        loaded = [pool.submit(_on_device, e.device, _load, e, f) for e, f in begun]
+        for future in loaded:
+            future.result()
+
+
+def _begin(each: Held) -> Any:
+    """What will be the compiled kernel, or the kernel that Triton has already."""
+    named = _named(each.options)
+    return each.kernel.warmup(*each.args, grid=each.grid, **each.constexprs, **named)
+
+
+def _load(each: Held, found: Any) -> None:
+    """Compile the module that launches it, by the C compiler, and load both."""
+    compiled = (
+        found.result(ignore_errors=True) if isinstance(found, triton.FutureKernel) else found
+    )
+    if compiled is not None:
+        compiled[each.grid]
 
 
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
@@ -191,11 +260,27 @@ def launch(
         kernel[grid](*args, **constexprs)
         return
     device = first.device.index
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            _run(kernel, grid, args, constexprs, (warps, stages, registers), device)
+    each = Held(kernel, grid, args, constexprs, (warps, stages, registers), device)
+    if _notes.held is None:
+        _on_device(device, _run, *each)
     else:
-        _run(kernel, grid, args, constexprs, (warps, stages, registers), device)
+        _notes.held.append(each)
+
+
+def _on_device(device: int, do: Callable[..., Any], *args: Any) -> Any:
+    if device == torch.cuda.current_device():
+        return do(*args)
+    with torch.cuda.device(device):
+        return do(*args)
+
+
+def _named(options: tuple[int, int, int | None]) -> dict[str, int]:
+    """Options of a compilation by Triton's names."""
+    warps, stages, registers = options
+    named = {"num_warps": warps, "num_stages": stages}
+    if registers is not None and not torch.version.hip:
+        named["maxnreg"] = registers
+    return named
 
 
 def _run(
@@ -206,15 +291,11 @@ def _run(
     options: tuple[int, int, int | None],
     device: int,
 ) -> None:
-    key = (kernel, device, options, *constexprs.values(), *map(_type_of, args))
+    key = Held(kernel, grid, args, constexprs, options, device).key
     found = _compiled.get(key)
     if found is None:
         keep_key()
-        warps, stages, registers = options
-        named = {"num_warps": warps, "num_stages": stages}
-        if registers is not None and not torch.version.hip:
-            named["maxnreg"] = registers
-        compiled = kernel[grid](*args, **constexprs, **named)
+        compiled = kernel[grid](*args, **constexprs, **_named(options))
         rest = tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
         _compiled[key] = compiled, rest
     else:

@@ -5,7 +5,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tileops.kernels.common.launch import larger, launch, machine, or_other, padded, rows, smaller
+from tileops.kernels.common.launch import (
+    larger,
+    launch,
+    machine,
+    or_other,
+    padded,
+    rows,
+    smaller,
+    together,
+)
 from tileops.kernels.common.machine import Machine, configuration
 from tileops.kernels.common.triton_attention_backward import keys_kernel, queries_kernel
 from tileops.kernels.common.triton_backward_rows import finish_kernel, rows_kernel, sinks_kernel
@@ -122,6 +131,7 @@ def tiles_of(
     return Tiles(rows, count, count, places)
 
 
+@together()
 def attend_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     dsinks: Tensor | None,
