@@ -1,6 +1,8 @@
 """Triton's key of itself, kept between processes."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,29 @@ def test_triton_asks_for_the_kept_key(folder, monkeypatch):
     assert cache.triton_key() == compute()
     assert list(folder.iterdir())
     triton_key.keep_key.cache_clear()
+
+
+KEYS = """
+import sys
+from tests import aot, meta_calls
+from tileops.kernels.common.launch import Held
+from tileops.kernels.common.triton_key import hash_from_below
+
+for name in sys.argv[1:]:
+    call = meta_calls.CALLS[name][0][1]
+    for launch in aot.launches(name, call, aot.CHIPS["sm_90"]):
+        _ = Held(*launch[:4], (4, 1, None), 0).key in {}
+        hash_from_below(launch.kernel)
+        print(launch.name, launch.kernel.cache_key)
+"""
+
+
+def test_the_key_of_a_kernel_does_not_depend_on_what_was_hashed_before():
+    def keys(*names):
+        said = subprocess.run(
+            [sys.executable, "-c", KEYS, *names], capture_output=True, text=True, check=True
+        )
+        return set(said.stdout.splitlines())
+
+    names = "gqa_dense_fwd", "gqa_dense_bwd", "nsa_varlen_fwd"
+    assert keys(*names) == keys(*reversed(names))

@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_registry import tracing
 from tileops.kernels.common.recorder import machine, recorded
-from tileops.kernels.common.triton_key import keep_key
+from tileops.kernels.common.triton_key import hash_from_below, keep_key
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
@@ -129,9 +129,12 @@ class Held(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """What decides which compiled kernel it takes."""
+        """What decides which compiled kernel it takes.
+
+        A kernel by its function: its own hash is Triton's, which must not be the first to ask.
+        """
         types = map(_type_of, self.args)
-        return self.kernel, self.device, self.options, *self.constexprs.values(), *types
+        return self.kernel.fn, self.device, self.options, *self.constexprs.values(), *types
 
 
 class _Notes(threading.local):
@@ -197,6 +200,7 @@ def compile_side_by_side(held: Sequence[Held]) -> None:
 
 def _begin(each: Held) -> Any:
     """What will be the compiled kernel, or the kernel that Triton has already."""
+    hash_from_below(each.kernel)
     named = _named(each.options)
     return each.kernel.warmup(*each.args, grid=each.grid, **each.constexprs, **named)
 
@@ -295,6 +299,7 @@ def _run(
     found = _compiled.get(key)
     if found is None:
         keep_key()
+        hash_from_below(kernel)
         compiled = kernel[grid](*args, **constexprs, **_named(options))
         rest = tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
         _compiled[key] = compiled, rest

@@ -1,9 +1,13 @@
-"""Triton's key of itself, kept between processes.
+"""Triton's keys of itself and of kernels: kept between processes, and the same in all of them.
 
 Before the first kernel of a process Triton reads and hashes its own library of some hundred
 megabytes, 0.4 s, even if every kernel is in its cache. Here the names, sizes and times of its
 files stand for what is in them, as they do for Python's bytecode, and the key that was computed
 for them lies in Triton's cache folder.
+
+The key of a kernel holds those of the device functions it calls, and which constants they use if
+those were found before: it would depend on what else the process hashed earlier, and a kernel that
+a warm-up compiled would be compiled again.
 """
 
 import contextlib
@@ -16,6 +20,7 @@ from pathlib import Path
 
 import triton
 import triton.runtime.cache
+from triton.runtime.jit import JITFunction
 
 
 @functools.cache
@@ -24,6 +29,15 @@ def keep_key() -> None:
     compute = getattr(triton.runtime.cache, "triton_key", None)
     if compute is not None:
         triton.runtime.cache.triton_key = functools.cache(lambda: kept(compute))
+
+
+def hash_from_below(function: JITFunction) -> None:
+    """Let Triton hash what a kernel or device function calls before the function itself."""
+    for name in function.fn.__code__.co_names:
+        called = function.fn.__globals__.get(name)
+        if isinstance(called, JITFunction) and called is not function:
+            hash_from_below(called)
+    _ = function.cache_key
 
 
 def kept(compute: Callable[[], str]) -> str:
