@@ -9,7 +9,7 @@ Conventions of kernels, which make the key small and the graphs free of guards:
 
 * runtime arguments first, then constexprs; both without defaults;
 * lengths and counts are named in `do_not_specialize`; constexprs come from head counts, dims,
-  dtypes, page sizes and options, never from a length;
+  dtypes, page sizes and options, never from a length (but see `triton_gqa.window_for`);
 * no None arguments: an absent tensor is any other tensor plus a constexpr that says so;
 * every program id is checked against what there is to do: a traced grid is never empty.
 """
