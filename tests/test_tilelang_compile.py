@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 tilelang = pytest.importorskip("tilelang")
 
 # Below, as all of it needs the two.
@@ -28,6 +28,7 @@ from tileops.kernels.common.tilelang_launch import PASSES, TARGET  # noqa: E402 
 
 pytestmark = pytest.mark.aot
 OPTIONS = ("-std=c++17", "-O3", "-cubin", "-arch=sm_90a", "--expt-relaxed-constexpr")
+DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 CODE = 128 * 1024  # bytes of a cubin: an unrolled loop once made 750 KiB of it
 D64 = {"dim": 64, "heads": 64, "heads_kv": 8}
 FULL = {"is_causal": False}
@@ -91,12 +92,44 @@ def test_what_the_assembler_says(name, tmp_path):
     assert len(spilled) == 2 and max(spilled) <= SPILLS.get(name, 0)
     assert "C75" not in said, said
     assert size < CODE
+    assert not overwritten(tmp_path / "kernel.cubin")
     assert_no_fence_of_every_block(text)
 
 
 def assert_no_fence_of_every_block(text):
     """A fence of the consumers would wait for their own stores before each product."""
-    loops = re.findall(r"^( *)for \(int n_\d+ = 0;.*?\n(.*?)^\1\}", text, re.M | re.S)
+    loops = re.findall(r"^( *)while \(.*?\n(.*?)^\1\}", text, re.M | re.S)
     [(indent, body)] = [found for found in loops if "wgmma_ss" in found[1]]
     assert f"\n{indent}  tl::wait_wgmma" in body
     assert f"\n{indent}  tl::fence_proxy_async" not in body
+
+
+def instructions(cubin):
+    """Operation and operands of each instruction, in the order of the code."""
+    found = subprocess.run([DISASSEMBLER, "-c", cubin], capture_output=True, text=True, check=True)
+    lines = re.findall(r"^\s*/\*\w+\*/\s+(?:@!?U?P\w+ +)?(.*?) *;", found.stdout, re.M)
+    for line in lines:
+        operation, _, operands = line.partition(" ")
+        yield operation, [x.strip() for x in operands.split(",")]
+
+
+def overwritten(cubin):
+    """Instructions that write a register which a product under way still reads.
+
+    A values product reads its weights from registers until it is done. The assembler takes them
+    for free as soon as it is issued.
+    """
+    read, found = set(), []
+    for operation, operands in instructions(cubin):
+        target = re.fullmatch(r"R(\d+)", operands[0])
+        if operation.startswith("HGMMA"):
+            weights = re.fullmatch(r"R(\d+)", operands[1])
+            if weights:
+                read.update(range(int(weights[1]), int(weights[1]) + 4))
+        elif operation.startswith("WARPGROUP.DEPBAR") and operands[-1] == "0x0":
+            read.clear()
+        elif target and not operation.startswith(("ST", "SYNCS", "BAR", "RED")):
+            wide = 4 if ".128" in operation else 2 if re.search(r"64|WIDE|CS2R", operation) else 1
+            if read.intersection(range(int(target[1]), int(target[1]) + wide)):
+                found.append((operation, operands))
+    return found

@@ -17,7 +17,7 @@ SWIZZLE_128B = 1
 FOREVER = 2**30
 PANEL = 64  # columns of a shared-memory panel: 128 bytes
 F32 = "float32"
-SLACK = 8.0  # log2 units a row may grow before its reference moves
+MOST = 4096.0  # sum of a thread's weights in a row; beyond it the row's reference moves
 # Consumer groups -> registers of a thread, in them and in the producer: together at most the
 # 65,536 of a multiprocessor. With fewer the producer spills.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
@@ -74,6 +74,11 @@ def make(
     PER = BM // P  # tokens of a tile
     DENSE, PAGED = layout == "dense", layout == "paged"
     S_REGS, O_REGS = BN // 2, D // 2
+    P_REGS = BN // 4
+    # Sets of registers for weights. With two, the weights of a block are computed while the
+    # product still reads those of the block before; blocks take turns, one after the other in
+    # the code, as the assembler gives a set away that is copied.
+    SETS = 2 if consumer_regs - S_REGS - O_REGS - 2 * P_REGS >= 32 else 1
     BF16 = "true" if dtype == "bfloat16" else "false"
     KIND = "bf16" if dtype == "bfloat16" else "fp16"
     Q_PANEL, KV_PANEL = BM * 128, BN * 128  # bytes
@@ -176,8 +181,8 @@ def make(
         T.warpgroup_commit_batch()
 
     @T.macro
-    def value_product(p, v_desc, acc, v_at, fresh):
-        """acc[64, D] (= if fresh, else +=) p v, one group."""
+    def value_product(p, p_at, v_desc, acc, v_at, fresh):
+        """acc[64, D] (= if fresh, else +=) p v, one group; p from register p_at on."""
         T.warpgroup_arrive()
         for c in T.unroll(BN // 16, explicit=True):
             T.ptx_wgmma_rs(
@@ -188,7 +193,7 @@ def make(
                 KIND,
                 "fp32",
                 p.data,
-                c * 4,
+                p_at + c * 4,
                 v_desc.data,
                 v_at + c * 128,
                 acc.data,
@@ -329,6 +334,114 @@ def make(
                     shift + token[1] - w_left - column,
                 )
 
+    @T.macro
+    def take_block(u, shared, barriers, descs, tensors, sums, registers, place, who, numbers):
+        """One block of keys: its scores and weights, and the values product of the block before,
+        whose weights are set u of p."""
+        q_s, v_s, tile_s = shared
+        q_full, q_free, k_full, k_free, v_full, v_free = barriers
+        q_desc, k_desc, v_desc = descs
+        o, lse, sinks_ = tensors
+        m, total, alpha, m_old, total_old, row_lse = sums
+        acc_s, acc_o, p, out = registers
+        i, n, step, blocks_, first, shift, length, first_old, end_old, fresh, pending = place
+        wg, group_low, group_high, token, tx = who
+        scale, cap, w_left, w_right = numbers
+        if n[0] == blocks_[0]:
+            i[0] = i[0] + 1
+            n[0] = 0
+            free_slot(q_free, pending)
+            T.mbarrier_wait_parity(q_full[i[0] % 2], (i[0] // 2) % 2)
+            line = i[0] % LINES
+            blocks_[0] = tile_s[line, BLOCKS]
+            if blocks_[0] == 0:
+                T.loop_break()
+            first[0] = tile_s[line, FIRST]
+            shift[0] = tile_s[line, SHIFT]
+            length[0] = tile_s[line, LENGTH]
+        slot = i[0] % 2
+        s = u if SETS == ST == 2 else step[0] % ST
+        r = 1 - u if SETS == ST == 2 else (step[0] + ST - 1) % ST
+        at = (first[0] + n[0]) * BN
+        T.mbarrier_wait_parity(k_full[s], (step[0] // ST) % 2)
+        T.sync_threads(1 + wg, 256)
+        # Scores of this block; while they are computed and weighed, the values
+        # of the block before, which may belong to the tile before.
+        q_at = slot * (Q_TILE // 16) + wg * 512
+        T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
+        score_product(q_desc, k_desc, acc_s, q_at, s * (KV_TILE // 16))
+        T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
+        if step[0] > 0:
+            T.mbarrier_wait_parity(v_full[r], ((step[0] - 1) // ST) % 2)
+        clear_unseen(v_s, r, first_old[0], end_old[0], wg)
+        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
+        T.warpgroup_fence_operand(p, num_regs=SETS * P_REGS)
+        value_product(p, u * P_REGS, v_desc, acc_o, r * (KV_TILE // 16), fresh[0])
+        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
+        T.named_barrier_arrive(1 + (wg + 1) % NW, 256)
+        free_slot(q_free, pending)
+        T.wait_wgmma(1)
+        T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
+        if tx % 32 == 0:
+            T.mbarrier_arrive(k_free[s])
+        if n[0] == 0:
+            for e in T.unroll(2):
+                m_old[e] = m[e]
+                total_old[e] = total[e]
+                m[e] = -T.infinity(F32)
+                total[e] = 0
+        if softcap:
+            device(f"cap<{S_REGS}>", acc_s.data, cap)
+        mask(
+            acc_s,
+            at,
+            shift[0],
+            length[0],
+            token,
+            w_left,
+            w_right,
+            group_low,
+            group_high,
+            tx,
+        )
+        if SETS == 1:
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
+            T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
+        moved = T.alloc_local([1], "bool")
+        moved[0] = T.call_extern(
+            "bool", f"attn::weigh<{S_REGS}, {BF16}, {(1 - u) % SETS * P_REGS}>",
+            acc_s.data, m.data, total.data, alpha.data, p.data, scale,
+            T.float32(MOST), n[0] == 0,
+        )  # fmt: skip
+        if SETS == 2:
+            device("after_weights", total.data)
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
+            T.warpgroup_fence_operand(p, num_regs=SETS * P_REGS)
+        if step[0] > 0:
+            if tx % 32 == 0:
+                T.mbarrier_arrive(v_free[r])
+        if n[0] == 0:
+            if SETS == 2:
+                device(f"keep<{u * P_REGS}, {P_REGS}>", p.data, total.data)
+            if i[0] > 0:
+                store_tile(
+                    q_s, tile_s, o, lse, sinks_, acc_o, out, i[0] - 1, m_old,
+                    total_old, alpha, row_lse, scale, wg,
+                )  # fmt: skip
+                pending[0] = (i[0] - 1) % 2
+        else:
+            if moved[0]:
+                device(f"scale_rows<{O_REGS}>", acc_o.data, alpha.data)
+        fresh[0] = n[0] == 0
+        if left:
+            first_old[0] = shift[0] - w_left - at
+        if not DENSE:
+            end_old[0] = length[0] - at
+        step[0] = step[0] + 1
+        n[0] = n[0] + 1
+
     @T.prim_func
     def gqa_forward(
         q: T.Tensor(Q_SHAPE, dtype),
@@ -464,27 +577,27 @@ def make(
                 T.set_max_nreg(consumer_regs, 1)
                 acc_s = T.alloc_local([S_REGS], F32)
                 acc_o = T.alloc_local([O_REGS], F32)
-                p = T.alloc_local([S_REGS // 2], "uint32")
+                p = T.alloc_local([SETS * P_REGS], "uint32")
                 out = T.alloc_local([O_REGS // 2], "uint32")
                 m = T.alloc_local([2], F32)
                 total = T.alloc_local([2], F32)
-                top = T.alloc_local([2], F32)
                 alpha = T.alloc_local([2], F32)
                 m_old = T.alloc_local([2], F32)
                 total_old = T.alloc_local([2], F32)
                 row_lse = T.alloc_local([2], F32)
                 token = T.alloc_local([2], "int32")  # of the thread's rows, counted in the tile
-                step = T.alloc_var("int32")
-                served = T.alloc_var("int32")  # tiles
-                blocks_ = T.alloc_var("int32")
-                first = T.alloc_var("int32")
-                shift = T.alloc_var("int32")
-                length = T.alloc_var("int32")
-                at = T.alloc_var("int32")
-                first_old = T.alloc_var("int32")  # seen values of the block whose weights p holds
-                end_old = T.alloc_var("int32")
-                fresh = T.alloc_var("bool")  # p belongs to the first block of its tile
-                moved = T.alloc_local([1], "bool")
+                i = T.alloc_local([1], "int32")  # tile
+                n = T.alloc_local([1], "int32")  # block of it
+                step = T.alloc_local([1], "int32")
+                blocks_ = T.alloc_local([1], "int32")
+                first = T.alloc_local([1], "int32")
+                shift = T.alloc_local([1], "int32")
+                length = T.alloc_local([1], "int32")
+                first_old = T.alloc_local(
+                    [1], "int32"
+                )  # seen values of the block whose weights p holds
+                end_old = T.alloc_local([1], "int32")
+                fresh = T.alloc_local([1], "bool")  # p belongs to the first block of its tile
                 pending = T.alloc_local([1], "int32")  # q slot of a store under way, or -1
                 q_desc = T.alloc_wgmma_desc()
                 k_desc = T.alloc_wgmma_desc()
@@ -503,11 +616,10 @@ def make(
                 # The tokens of a group's rows, counted in the tile; heads may share a group.
                 group_low = wg * 64 if P == 1 else 0
                 group_high = wg * 64 + 63 if P == 1 else PER - 1
-                step = 0
-                served = 0
-                fresh = True
-                first_old = 0
-                end_old = BN
+                step[0] = 0
+                fresh[0] = True
+                first_old[0] = 0
+                end_old[0] = BN
                 pending[0] = -1
                 for e in T.unroll(2):
                     m[e] = -T.infinity(F32)
@@ -515,110 +627,58 @@ def make(
                     token[e] = T.truncmod(row + 8 * e, PER)
                 for e in T.unroll(O_REGS):
                     acc_o[e] = 0
-                for e in T.unroll(S_REGS // 2):
+                for e in T.unroll(SETS * P_REGS):
                     p[e] = T.uint32(0)
                 if wg == NW - 1:
                     T.named_barrier_arrive(1, 256)
 
-                for i in T.serial(FOREVER):
-                    slot = i % 2
-                    free_slot(q_free, pending)
-                    T.mbarrier_wait_parity(q_full[slot], (i // 2) % 2)
-                    line = i % LINES
-                    blocks_ = tile_s[line, BLOCKS]
-                    if blocks_ == 0:
-                        T.loop_break()
-                    first = tile_s[line, FIRST]
-                    shift = tile_s[line, SHIFT]
-                    length = tile_s[line, LENGTH]
-                    for n in T.serial(blocks_):
-                        s = step % ST
-                        r = (step + ST - 1) % ST
-                        at = (first + n) * BN
-                        T.mbarrier_wait_parity(k_full[s], (step // ST) % 2)
-                        T.sync_threads(1 + wg, 256)
-                        # Scores of this block; while they are computed and weighed, the values
-                        # of the block before, which may belong to the tile before.
-                        q_at = slot * (Q_TILE // 16) + wg * 512
-                        T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
-                        score_product(q_desc, k_desc, acc_s, q_at, s * (KV_TILE // 16))
-                        T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
-                        if step > 0:
-                            T.mbarrier_wait_parity(v_full[r], ((step - 1) // ST) % 2)
-                        clear_unseen(v_s, r, first_old, end_old, wg)
-                        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
-                        T.warpgroup_fence_operand(p, num_regs=S_REGS // 2)
-                        value_product(p, v_desc, acc_o, r * (KV_TILE // 16), fresh)
-                        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
-                        T.named_barrier_arrive(1 + (wg + 1) % NW, 256)
-                        free_slot(q_free, pending)
-                        T.wait_wgmma(1)
-                        T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
-                        if tx % 32 == 0:
-                            T.mbarrier_arrive(k_free[s])
-                        if n == 0:
-                            for e in T.unroll(2):
-                                m_old[e] = m[e]
-                                total_old[e] = total[e]
-                                m[e] = -T.infinity(F32)
-                                total[e] = 0
-                        if softcap:
-                            device(f"cap<{S_REGS}>", acc_s.data, cap)
-                        mask(
-                            acc_s,
-                            at,
-                            shift,
-                            length,
-                            token,
-                            w_left,
-                            w_right,
-                            group_low,
-                            group_high,
-                            tx,
-                        )
-                        device(f"row_max<{S_REGS}>", acc_s.data, m.data, top.data)
-                        moved[0] = T.call_extern(
-                            "bool", "attn::move_reference", m.data, top.data, total.data,
-                            alpha.data, scale, T.float32(SLACK),
-                        )  # fmt: skip
-                        device(f"weights<{S_REGS}>", acc_s.data, m.data, total.data, scale)
-                        device("after_weights", total.data)
-                        T.wait_wgmma(0)
-                        T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
-                        T.warpgroup_fence_operand(p, num_regs=S_REGS // 2)
-                        if step > 0:
-                            if tx % 32 == 0:
-                                T.mbarrier_arrive(v_free[r])
-                        if n == 0:
-                            if i > 0:
-                                store_tile(
-                                    q_s, tile_s, o, lse, sinks_, acc_o, out, i - 1, m_old,
-                                    total_old, alpha, row_lse, scale, wg,
-                                )  # fmt: skip
-                                pending[0] = (i - 1) % 2
-                        else:
-                            if moved[0]:
-                                device(f"scale_rows<{O_REGS}>", acc_o.data, alpha.data)
-                        device(f"pack<{S_REGS}, {BF16}>", acc_s.data, p.data)
-                        fresh = n == 0
-                        if left:
-                            first_old = shift - w_left - at
-                        if not DENSE:
-                            end_old = length - at
-                        step = step + 1
-                    served = i + 1
+                i[0] = -1
+                n[0] = 0
+                blocks_[0] = 0
 
-                if served > 0:
-                    r = (step + ST - 1) % ST
-                    T.mbarrier_wait_parity(v_full[r], ((step - 1) // ST) % 2)
-                    clear_unseen(v_s, r, first_old, end_old, wg)
+                held = (
+                    (q_s, v_s, tile_s),
+                    (q_full, q_free, k_full, k_free, v_full, v_free),
+                    (q_desc, k_desc, v_desc),
+                    (o, lse, sinks_),
+                    (m, total, alpha, m_old, total_old, row_lse),
+                    (acc_s, acc_o, p, out),
+                    (
+                        i,
+                        n,
+                        step,
+                        blocks_,
+                        first,
+                        shift,
+                        length,
+                        first_old,
+                        end_old,
+                        fresh,
+                        pending,
+                    ),
+                    (wg, group_low, group_high, token, tx),
+                    (scale, cap, w_left, w_right),
+                )
+                while n[0] >= 0:  # a serial loop would be unrolled
+                    take_block(0, *held)
+                    if SETS == 2:
+                        take_block(1, *held)
+
+                if step[0] > 0:
+                    if SETS == 2:
+                        if step[0] % 2 == 1:
+                            for e in T.unroll(P_REGS):
+                                p[e] = p[P_REGS + e]
+                    r = (step[0] + ST - 1) % ST
+                    T.mbarrier_wait_parity(v_full[r], ((step[0] - 1) // ST) % 2)
+                    clear_unseen(v_s, r, first_old[0], end_old[0], wg)
                     T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
-                    T.warpgroup_fence_operand(p, num_regs=S_REGS // 2)
-                    value_product(p, v_desc, acc_o, r * (KV_TILE // 16), fresh)
+                    T.warpgroup_fence_operand(p, num_regs=SETS * P_REGS)
+                    value_product(p, 0, v_desc, acc_o, r * (KV_TILE // 16), fresh[0])
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
                     store_tile(
-                        q_s, tile_s, o, lse, sinks_, acc_o, out, served - 1, m, total, alpha,
+                        q_s, tile_s, o, lse, sinks_, acc_o, out, i[0] - 1, m, total, alpha,
                         row_lse, scale, wg,
                     )  # fmt: skip
                     if DENSE:

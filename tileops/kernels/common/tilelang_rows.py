@@ -63,26 +63,6 @@ INLINE float exp2_fast(float x) {
   return y;
 }
 
-// Moves the reference maxima m to top, of rows that grew by more than slack (log2 units), and says
-// whether any of the warp did. A row moves by itself: others may be of another request, or see
-// keys that it does not. alpha is what the rows' sums must be multiplied by.
-INLINE bool move_reference(float *m, const float *top, float *l, float *alpha, float scale,
-                              float slack) {
-  bool grew[2] = {(top[0] - m[0]) * scale > slack, (top[1] - m[1]) * scale > slack};
-  bool any = __any_sync(0xffffffffu, grew[0] || grew[1]);
-  if (any) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float to = grew[h] ? top[h] : m[h];
-      float safe = to == -INFINITY ? 0.f : to;
-      alpha[h] = exp2_fast((m[h] - safe) * scale);
-      l[h] *= alpha[h];
-      m[h] = to;
-    }
-  }
-  return any;
-}
-
 // tanh(s * x) in place, x given as 2 * log2(e) * x: 1 - 2 / (1 + e**2y) is off by some 1e-7.
 template <int N> INLINE void cap(float *s, float x) {
 #pragma unroll
@@ -91,24 +71,85 @@ template <int N> INLINE void cap(float *s, float x) {
   }
 }
 
-// Scores become weights 2**((s - m) * scale) in place; l takes this thread's part of the sums.
-template <int N> INLINE void weights(float *s, const float *m, float *l, float scale) {
+// Two numbers rounded into one register, a in the lower half.
+template <bool BF16> INLINE unsigned pair(float a, float b) {
+  unsigned y;
+  if (BF16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  }
+  return y;
+}
+
+// N numbers rounded to pairs of 16-bit numbers, the left operand of a product.
+template <int N, bool BF16> INLINE void pack(const float *x, unsigned *y) {
+#pragma unroll
+  for (int r = 0; r < N / 2; ++r) {
+    y[r] = pair<BF16>(x[2 * r], x[2 * r + 1]);
+  }
+}
+
+// Weights 2**((s - m) * scale), packed, and this thread's part of their sums.
+template <int N, bool BF16> INLINE void weights(const float *s, const float *m, unsigned *p,
+                                                   float *sum, float scale) {
+  float a[2] = {0.f, 0.f}, b[2] = {0.f, 0.f}, shift[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float shift = m[h] == -INFINITY ? 0.f : m[h] * scale;
-    float a = 0.f, b = 0.f;
-#pragma unroll
-    for (int j = 0; j < N / 4; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        int r = 4 * j + 2 * h + e;
-        s[r] = exp2_fast(__fmaf_rn(s[r], scale, -shift));
-      }
-      a += s[4 * j + 2 * h];
-      b += s[4 * j + 2 * h + 1];
-    }
-    l[h] += a + b;
+    shift[h] = m[h] == -INFINITY ? 0.f : m[h] * scale;
   }
+#pragma unroll
+  for (int r = 0; r < N / 2; ++r) {
+    int h = r % 2;
+    float x = exp2_fast(__fmaf_rn(s[2 * r], scale, -shift[h]));
+    float y = exp2_fast(__fmaf_rn(s[2 * r + 1], scale, -shift[h]));
+    a[h] += x;
+    b[h] += y;
+    p[r] = pair<BF16>(x, y);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    sum[h] = a[h] + b[h];
+  }
+}
+
+// Weighs the block: p from AT on are the packed weights of s, l takes their sums. m is the rows' reference,
+// a score of the row, -inf before there is one. No maximum is taken while the weights stay small:
+// a row whose sum leaves `most` behind, or which has no reference yet, moves to its maximum, and
+// its block is weighed again. Then alpha is what O has to be multiplied by, l is already, and the
+// answer is true for the warp. A row moves by itself: others may be of another request, or see
+// keys that it does not.
+template <int N, bool BF16, int AT> INLINE bool weigh(const float *s, float *m, float *l,
+                                                         float *alpha, unsigned *p, float scale,
+                                                         float most, bool first) {
+  float sum[2] = {0.f, 0.f};
+  bool out[2] = {true, true};
+  if (!first) {
+    weights<N, BF16>(s, m, p + AT, sum, scale);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      out[h] = !(sum[h] <= most) || m[h] == -INFINITY;
+    }
+  }
+  bool any = __any_sync(0xffffffffu, out[0] || out[1]);
+  if (any) {
+    float top[2];
+    row_max<N>(s, m, top);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      unsigned votes = __ballot_sync(0xffffffffu, out[h]);
+      bool moves = votes >> (threadIdx.x & 28) & 15;
+      float to = moves ? top[h] : m[h];
+      float safe = to == -INFINITY ? 0.f : to;
+      alpha[h] = exp2_fast((m[h] - safe) * scale);
+      l[h] *= alpha[h];
+      m[h] = to;
+    }
+    weights<N, BF16>(s, m, p + AT, sum, scale);
+  }
+  l[0] += sum[0];
+  l[1] += sum[1];
+  return any;
 }
 
 // Orders what follows behind the exponentials: a shared store that depends on their sums and
@@ -119,6 +160,18 @@ INLINE void after_weights(const float *l) {
       "setp.lt.f32 below, %0, 0f00000000;\n\t"
       "@below st.shared.b32 [%1], %1;\n\t}" ::"f"(l[0] + l[1]), "r"(0)
       : "memory");
+}
+
+// A use of weights under way that never happens, after the wait for their product.
+template <int AT, int N> INLINE void keep(const unsigned *p, const float *l) {
+#pragma unroll
+  for (int r = 0; r < N; ++r) {
+    asm volatile(
+        "{\n\t.reg .pred below;\n\t"
+        "setp.lt.f32 below, %0, 0f00000000;\n\t"
+        "@below st.shared.b32 [%1], %2;\n\t}" ::"f"(l[0]), "r"(0), "r"(p[AT + r])
+        : "memory");
+  }
 }
 
 template <int N> INLINE void scale_rows(float *o, const float *alpha) {
@@ -321,18 +374,6 @@ template <int BN, int D> INLINE void clear_rows(void *tile, int first, int end) 
         "@out st.shared.v4.b32 [%0], {%2, %2, %2, %2};\n\t}" ::"r"(base + at * 16),
         "r"(outside), "r"(0)
         : "memory");
-  }
-}
-
-// N numbers rounded to pairs of 16-bit numbers, the left operand of the next product.
-template <int N, bool BF16> INLINE void pack(const float *x, unsigned *y) {
-#pragma unroll
-  for (int r = 0; r < N / 2; ++r) {
-    if (BF16) {
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y[r]) : "f"(x[2 * r + 1]), "f"(x[2 * r]));
-    } else {
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y[r]) : "f"(x[2 * r + 1]), "f"(x[2 * r]));
-    }
   }
 }
 
