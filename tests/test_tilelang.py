@@ -669,7 +669,11 @@ def test_warmup_compiles_what_serves_other_lengths_too(on_cpu, monkeypatch):
     on_cpu.only_names()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    decode, prefill = warmup.plan(["gqa_dense_fwd"], {})
-    assert warmup.compile_call(decode, "cpu") is None
-    assert warmup.compile_call(prefill, "cpu") is None
-    assert on_cpu.ran == ["triton", "triton", "triton", "tilelang"]
+    ran = []
+    for entry in warmup.plan(["gqa_dense_fwd"], {}):
+        on_cpu.ran.clear()
+        assert warmup.compile_call(entry, "cpu") is None
+        ran.append(list(on_cpu.ran))
+    decode, several, prefill = ran
+    assert set(decode) == set(several) == {"triton"}
+    assert prefill[-1] == "tilelang"
