@@ -141,6 +141,18 @@ def test_blocks_of_bytes_have_as_many_bytes_on_their_way():
     assert ((bytes_ - 1) // 2, (pairs - 1) // 2) == (2, 1)
 
 
+def test_dense_blocks_of_bytes_keep_their_stages():
+    """Nothing waits for a page table there: three stages take 82 us where five take 119."""
+    options = {f"{x}_scale": meta(32, 8, dtype=F32) for x in "qkv"} | {"out_dtype": torch.bfloat16}
+
+    def stages(dtype, **options):
+        q, k = meta(32, 1, 32, 128, dtype=dtype), meta(32, 4096, 8, 128, dtype=dtype)
+        call = CONTRACTS["gqa_dense_fwd"].Call(q=q, k=k, v=k, **options)
+        return aot.launches("gqa_dense_fwd", call, CHIP)[0].stages
+
+    assert stages(torch.float8_e4m3fn, **options) == stages(torch.bfloat16)
+
+
 def test_parts_of_a_long_request_are_joined_in_few_steps():
     _, combine = aot.launches("gqa_paged_fwd", paged(**FEW["one request"]), CHIP)
     assert arguments(combine)["splits"] <= 2 * combine.constexprs["BLOCK_S"]

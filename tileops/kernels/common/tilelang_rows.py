@@ -113,12 +113,12 @@ template <int N, bool BF16> INLINE void weights(const float *s, const float *m, 
   }
 }
 
-// Weighs the block: p from AT on are the packed weights of s, l takes their sums. m is the rows' reference,
-// a score of the row, -inf before there is one. No maximum is taken while the weights stay small:
-// a row whose sum leaves `most` behind, or which has no reference yet, moves to its maximum, and
-// its block is weighed again. Then alpha is what O has to be multiplied by, l is already, and the
-// answer is true for the warp. A row moves by itself: others may be of another request, or see
-// keys that it does not.
+// Weighs the block: p from AT on are the packed weights of s, l takes their sums. m is the rows'
+// reference, a score of the row, -inf before there is one. No maximum is taken while the weights
+// stay small: a row whose sum leaves `most` behind, or which has no reference yet, moves to its
+// maximum, and its block is weighed again. Then alpha is what O has to be multiplied by, l is
+// already, and the answer is true for the warp. A row moves by itself: others may be of another
+// request, or see keys that it does not.
 template <int N, bool BF16, int AT> INLINE bool weigh(const float *s, float *m, float *l,
                                                          float *alpha, unsigned *p, float scale,
                                                          float most, bool first) {

@@ -212,14 +212,15 @@ def numbers_for(
     dim: int,
     group: int,
     rotated: bool = False,
-    e4m3: bool = False,
+    paged_e4m3: bool = False,
 ) -> Mapping[str, int]:
     """Tile sizes, warps, stages and programs per multiprocessor.
 
     programs_paged, where it is there: programs with pages, whose table takes one of the stages.
     shape: "narrow", "wide" through tensor descriptors, or wide through "pointers".
     rotated: keys are rotated as they are read.
-    e4m3: keys are of one byte: `stages_e4m3`, where it is there, has as many bytes on their way.
+    paged_e4m3: keys of one byte in pages: `stages_paged_e4m3`, where it is there, has as many
+        bytes on their way as `stages` of two.
     """
     numbers = configuration(f"attention_{shape}", f"d{padded(dim)}", device)
     if shape != "narrow":
@@ -231,8 +232,8 @@ def numbers_for(
     fitting = {"BLOCK_M": min(max(16, wanted), numbers["BLOCK_M"])}
     if rotated:  # the other half of every key and the tables take room too
         fitting["BLOCK_N"] = max(16, numbers["BLOCK_N"] // 2)
-    if e4m3:
-        fitting["stages"] = numbers.get("stages_e4m3") or numbers["stages"]
+    if paged_e4m3:
+        fitting["stages"] = numbers.get("stages_paged_e4m3") or numbers["stages"]
     return {**numbers, **fitting}
 
 
@@ -265,8 +266,8 @@ def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: 
     fits = wide["BLOCK_M"] % group == 0 and keys.page % wide["BLOCK_N"] == 0 and not scores.rotary
     if not (fits and tileable(*k) and tileable(*v) and tileable(o, heads * dim)):
         wide = numbers_for("pointers", device, dim, group)
-    e4m3 = keys.k.dtype.itemsize == 1
-    narrow = numbers_for("narrow", device, dim, group, scores.rotary > 0, e4m3)
+    paged_e4m3 = keys.table is not None and keys.k.dtype.itemsize == 1
+    narrow = numbers_for("narrow", device, dim, group, scores.rotary > 0, paged_e4m3)
     narrow_rows = narrow["BLOCK_M"]
     if packed:
         small, limit = tokens, queries.requests * max(narrow_rows // group, 1)
