@@ -59,12 +59,14 @@ SERVED = {
         dense(window_size_left=0, window_size_right=3, softcap=1000.0),
         dense(dim=64, dtype=torch.float16, heads=71, heads_kv=1, window_size_left=2**30),
         dense(pos_encoding_mode="rope", rope_cos=meta(900, 64), rope_sin=meta(900, 64)),
+        dense(dtype=E4M3, window_size_left=127),
     ],
     "gqa_varlen_fwd": [
         packed(rows=705, keys=4097),
         packed(rows=704, keys=4096),
         packed(rows=16 * 3, sinks=meta(8, dtype=F32), window_size_left=127, softcap=0.0),
         packed(pos_encoding_mode="rope", rope_cos=meta(900, 64), rope_sin=meta(900, 64)),
+        packed(dtype=E4M3, is_causal=False),
     ],
     "gqa_paged_fwd": [
         *[paged(page=page) for page in (8, 16, 32, 64, 128, 256, 384)],
@@ -96,6 +98,7 @@ FEW = "serves 16 and more query rows a request, got T_q / B="
 PAGES = "serves pages of 8, 16, 32, 64 or a multiple of 128 rows, got"
 SPLIT, KEYS = "does not split keys, and", "keys want that"
 HALF = "serves float16 and bfloat16, got"
+BYTES = "serves float8_e4m3fn without softcap, rotation and sinks"
 REFUSED = [
     (dense(rows=127), "serves 128 and more query rows of a request, got S_q=127"),
     (packed(rows=3 * 16 - 1), f"{FEW}15"),
@@ -116,7 +119,14 @@ REFUSED = [
     *[(paged(page=page), f"{PAGES} {page}") for page in (1, 4, 24, 48, 96, 192)],
     (appended(page=20), f"{PAGES} 20"),
     (paged(**ROPE), "does not rotate the keys of a cache, got pos_encoding_mode='rope'"),
-    (dense(dtype=E4M3), f"{HALF} q of float8_e4m3fn"),
+    (
+        dense(dtype=E4M3, dim=64),
+        "serves float8_e4m3fn with head dims of 128 columns, got D=64",
+    ),
+    (dense(dtype=E4M3, softcap=30.0), BYTES),
+    (dense(dtype=E4M3, **ROPE), BYTES),
+    (packed(dtype=E4M3, sinks=meta(8, dtype=F32)), BYTES),
+    (paged(dtype=E4M3), f"{HALF} q of float8_e4m3fn"),
     (
         paged(k_pages=meta(50, 64, 2, 128, dtype=E4M3)),
         f"{HALF} k_pages of float8_e4m3fn",

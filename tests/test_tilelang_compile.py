@@ -42,6 +42,8 @@ CALLS = {
     "dense-d64-fp16": dense(dtype=torch.float16, **D64),
     "dense-d64-full": dense(**D64, **FULL),
     "dense-d64-window-cap": dense(softcap=50.0, **D64, **WINDOW),
+    "dense-e4m3": dense(dtype=torch.float8_e4m3fn),
+    "packed-e4m3": packed(dtype=torch.float8_e4m3fn, window_size_left=300),
     "packed": packed(),
     "packed-group7": packed(heads=14),
     "packed-d64-window-sinks": packed(**D64, **WINDOW, **SINKS),

@@ -21,17 +21,26 @@ def call(name: str, **given: Any) -> Any:
     return CONTRACTS[name].Call(**given)
 
 
+def scales(dtype: torch.dtype, batch: int, heads_kv: int) -> dict[str, Any]:
+    """What calls on tensors of e4m3 have beside them."""
+    if dtype.itemsize > 1:
+        return {}
+    found = {f"{x}_scale": meta(batch, heads_kv, dtype=F32) for x in "qkv"}
+    return found | {"out_dtype": BF16}
+
+
 def dense(*, rows=300, keys=900, heads=8, heads_kv=2, dim=128, dtype=BF16, batch=2, **options):
     q = meta(batch, rows, heads, dim, dtype=dtype)
     kv = {x: meta(batch, keys, heads_kv, dim, dtype=dtype) for x in "kv"}
-    return call("gqa_dense_fwd", **{"q": q, **kv, **options})
+    return call("gqa_dense_fwd", **{"q": q, **kv, **scales(dtype, batch, heads_kv), **options})
 
 
 def packed(*, rows=600, keys=900, heads=8, heads_kv=2, dim=128, dtype=BF16, batch=3, **options):
     q = meta(rows, heads, dim, dtype=dtype)
     kv = {x: meta(keys, heads_kv, dim, dtype=dtype) for x in "kv"}
     offsets = {f"cu_seqlens_{x}": meta(batch + 1, dtype=I32) for x in ("q", "kv")}
-    return call("gqa_varlen_fwd", **{"q": q, **kv, **offsets, **options})
+    given = {"q": q, **kv, **offsets, **scales(dtype, batch, heads_kv), **options}
+    return call("gqa_varlen_fwd", **given)
 
 
 def paged(

@@ -162,6 +162,26 @@ def test_values(rows, dim, group, is_causal):
         checks.assert_close(op(*given), expected, FORWARD[BF16])
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": False}, {"window_size_left": 200}], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("rows", [128, 333, 1537])
+def test_values_of_e4m3(rows, out_dtype, options):
+    """With scales of either sign, and one that makes all scores equal."""
+    op = GQADenseFwdOp(out_dtype=out_dtype, **options)
+    given = [x.to(torch.float8_e4m3fn) for x in noise(rows)]
+    q_scale, k_scale, v_scale = (torch.rand(2, 2, device="cuda") + 0.1 for _ in range(3))
+    q_scale[0, 1] *= -1
+    v_scale[1, 0] *= -1
+    k_scale[1, 1] = 0
+    call = op.contract.Call(*op.bound(*given, q_scale, k_scale, v_scale, None, None))
+    assert SERVES in explain(op, *given, q_scale, k_scale, v_scale).splitlines()
+    expected = twins.twin(call)[0]
+    first = op(*given, q_scale, k_scale, v_scale)
+    checks.assert_close(first, expected, FORWARD[out_dtype])
+    for _ in range(3):
+        assert torch.equal(first, op(*given, q_scale, k_scale, v_scale))
+
+
 def test_replays_on_other_inputs():
     given = noise(700)
     OP(*given)

@@ -24,6 +24,7 @@ REGISTERS = {2: (232, 40), 3: (160, 32)}
 # What `equal_tile` and `packed_tile` write of a tile.
 ROW, LIVE, HEAD, REQUEST, SHIFT, LENGTH, FIRST, BLOCKS, KEYS, NUMBERS = range(10)
 LINES = 3  # tiles that are known
+SMALLEST = 2.0**-100  # of what scores are multiplied by
 LEAD = 3  # blocks before the end of a tile's copies the next one is asked for
 
 
@@ -50,9 +51,10 @@ def make(
     block_n: int = 128,
     consumers: int = 2,
     stages: int = 2,
+    out_dtype: str = "",
 ) -> Any:
-    """The kernel of (q, k, v, o, lse, offsets, lengths, table, sinks, counter, scale, cap, left,
-    right, requests, blocks, tiles, section, CTAs).
+    """The kernel of (q, k, v, o, lse, offsets, lengths, table, of_heads, counter, scale, cap,
+    left, right, requests, blocks, tiles, section, CTAs).
 
     layout: "dense": q, o [B, S_q, H, D]; k, v [B, S_kv, H_kv, D]; lse [B, H, S_q].
         "packed": q, o [T_q, H, D]; k, v [T_kv, H_kv, D]; lse [H, T_q]; request b has the queries
@@ -63,7 +65,9 @@ def make(
     left, right: whether that window applies, of `left` and `right` keys; causal: right is 0.
     counter [1] int32: zero before a launch, and after it.
     scale: log2(e) / sqrt(D), or the cap times log2(e) with softcap, where cap is
-        2 log2(e) / (sqrt(D) cap). sinks [H] float32, natural logits.
+        2 log2(e) / (sqrt(D) cap). of_heads: with `sinks` [H] float32, natural logits; with q and
+        k of e4m3 (then v is float16, o of `out_dtype`, D 128, keys not paged) float32
+        [2, B, H_kv]: what their scores are multiplied by, and what the values are.
     requests: B. Dense: blocks of ceil(S_q / (64 consumers)) rows, B * H times as many tiles, in
         sections of so many of the B * H heads. Else section says whether requests are served
         together (see `packed_tile`). CTAs: programs that share the tiles.
@@ -79,22 +83,28 @@ def make(
     # product still reads those of the block before; blocks take turns, one after the other in
     # the code, as the assembler gives a set away that is copied.
     SETS = 2 if consumer_regs - S_REGS - O_REGS - 2 * P_REGS >= 32 else 1
-    BF16 = "true" if dtype == "bfloat16" else "false"
-    KIND = "bf16" if dtype == "bfloat16" else "fp16"
+    E4M3 = dtype == "float8_e4m3fn"
+    V_DTYPE, O_DTYPE = ("float16", out_dtype) if E4M3 else (dtype, dtype)
+    KIND = "bf16" if V_DTYPE == "bfloat16" else "fp16"
+    BF16, O_BF16 = (str(x == "bfloat16").lower() for x in (V_DTYPE, O_DTYPE))
+    BYTES = 1 if E4M3 else 2  # of an element of q and k
     Q_PANEL, KV_PANEL = BM * 128, BN * 128  # bytes
-    Q_TILE, KV_TILE = BM * D * 2, BN * D * 2
+    Q_TILE, K_TILE, V_TILE = BM * D * BYTES, BN * D * BYTES, BN * D * 2
     PAGE = page or BN
     PIECE = min(BN, PAGE)  # rows of one copy from a pool
     B, SQ, SK, TQ, TK, H, HK, W = (
         T.dynamic(n)
         for n in ("batch", "seq_q", "seq_kv", "rows_q", "rows_kv", "heads", "heads_kv", "width")
     )
-    NO, NL, NT, NS = (T.dynamic(n) for n in ("offsets_len", "lengths_len", "tables", "sinks_len"))
+    NO, NL, NT, NS, REQUESTS = (
+        T.dynamic(n) for n in ("offsets_len", "lengths_len", "tables", "of_heads_len", "scaled")
+    )
     Q_SHAPE, KV_SHAPE, LSE_SHAPE = (
         ((B, SQ, H, D), (B, SK, HK, D), (B * H, SQ))
         if DENSE
         else ((TQ, H, D), (TK, HK, D), (H, TQ))
     )
+    OF_HEADS = (H,) if sinks else (2, REQUESTS, HK) if E4M3 else (NS,)
     THREADS = 128 * (NW + 1)
     FLAGS = f"{PER}, {BN}, {str(left).lower()}, {str(right).lower()}"
 
@@ -145,10 +155,11 @@ def make(
             T.tma_copy(q[row : row + BM, h, :], q_s[slot, :, :], barrier=full[slot])
         else:
             for g in T.unroll(P, explicit=True):
-                for c in T.unroll(D // PANEL, explicit=True):
+                for c in T.unroll(D * BYTES // 128, explicit=True):
+                    columns = slice(c * (128 // BYTES), (c + 1) * (128 // BYTES))
                     T.tma_copy(
-                        q[row : row + PER, h * P + g, c * PANEL : (c + 1) * PANEL],
-                        q_s[slot, g * PER : (g + 1) * PER, c * PANEL : (c + 1) * PANEL],
+                        q[row : row + PER, h * P + g, columns],
+                        q_s[slot, g * PER : (g + 1) * PER, columns],
                         barrier=full[slot],
                     )
         if T.shuffle_elect(32):
@@ -159,14 +170,14 @@ def make(
         """acc[64, BN] = q k^T, one group; q_at, k_at are offsets of the tiles in
         units of 16 bytes, as in a descriptor."""
         T.warpgroup_arrive()
-        for c in T.unroll(D // 16, explicit=True):
+        for c in T.unroll(D * BYTES // 32, explicit=True):
             T.ptx_wgmma_ss(
                 F32,
-                f"m64n{BN}k16",
+                f"m64n{BN}k{32 // BYTES}",
                 True,
                 True,
-                KIND,
-                KIND,
+                "e4m3" if E4M3 else KIND,
+                "e4m3" if E4M3 else KIND,
                 "fp32",
                 q_desc.data,
                 q_at + (c // 4 * (Q_PANEL // 16) + c % 4 * 2),
@@ -223,11 +234,22 @@ def make(
             )  # fmt: skip
 
     @T.macro
+    def read_scales(factors, of_heads, b, head, scale):
+        """What the scores and the values of a tile are multiplied by. Never zero: a score that
+        is not seen stays -inf. A tile behind the last request has that one's."""
+        request = T.min(b, REQUESTS - 1)
+        kv_head = T.truncdiv(head * P, G)
+        factors[0] = scale * of_heads[0, request, kv_head]
+        if T.abs(factors[0]) < SMALLEST:
+            factors[0] = SMALLEST
+        factors[1] = of_heads[1, request, kv_head]
+
+    @T.macro
     def store_tile(
-        q_s, tile_s, o, lse, sinks_, acc, out, i, m, total, inverse, row_lse, scale, wg
+        o_s, tile_s, o, lse, of_heads, acc, out, i, m, total, inverse, row_lse, scale, wg
     ):
         """Normalise acc, round it, send it to o through the q slot of tile i; write lse."""
-        slot = i % 2
+        slot = 0 if E4M3 else i % 2
         line = i % LINES
         # Variables: an index of a tensor of unknown size is 64-bit, and so is what goes into it.
         first = T.alloc_var("int32")
@@ -238,25 +260,32 @@ def make(
         live = tile_s[line, LIVE]
         head = tile_s[line, HEAD]
         b = tile_s[line, REQUEST]
+        factors = T.alloc_local([2], F32)  # of the scores, of the values
+        factors[0] = scale
+        if E4M3:
+            read_scales(factors, of_heads, b, head, scale)
         device(
             f"close_rows<{str(sinks).lower()}, {PER}>",
             m.data,
             total.data,
             inverse.data,
             row_lse.data,
-            scale,
-            T.access_ptr(sinks_[head * P], "r") if sinks else m.data,
+            T.abs(factors[0]) if E4M3 else scale,
+            T.access_ptr(of_heads[head * P], "r") if sinks else m.data,
             wg,
         )
+        if E4M3:
+            for e in T.unroll(2):
+                inverse[e] = inverse[e] * factors[1]
         device(f"scale_rows<{O_REGS}>", acc.data, inverse.data)
-        device(f"pack<{O_REGS}, {BF16}>", acc.data, out.data)
-        device(f"put_tile<{D}, {Q_PANEL}>", out.data, T.access_ptr(q_s[slot, wg * 64, 0], "r"))
+        device(f"pack<{O_REGS}, {O_BF16}>", acc.data, out.data)
+        device(f"put_tile<{D}, {Q_PANEL}>", out.data, T.access_ptr(o_s[slot, wg * 64, 0], "r"))
         T.fence_proxy_async()
         T.sync_threads(8 + wg, 128)
         if DENSE:  # the copy engine leaves out what lies past S_q
             for c in T.unroll(D // PANEL, explicit=True):
                 T.tma_copy(
-                    q_s[slot, wg * 64 : wg * 64 + 64, c * PANEL : (c + 1) * PANEL],
+                    o_s[slot, wg * 64 : wg * 64 + 64, c * PANEL : (c + 1) * PANEL],
                     o[
                         b,
                         first + wg * 64 : first + wg * 64 + 64,
@@ -268,7 +297,7 @@ def make(
         else:  # which would go past the request
             device(
                 f"send_rows<{D}, {Q_PANEL}, {PER}, {P}>",
-                T.access_ptr(q_s[slot, wg * 64, 0], "r"),
+                T.access_ptr(o_s[slot, wg * 64, 0], "r"),
                 T.access_ptr(o[0, 0, 0], "w"),
                 wg,
                 first,
@@ -338,15 +367,15 @@ def make(
     def take_block(u, shared, barriers, descs, tensors, sums, registers, place, who, numbers):
         """One block of keys: its scores and weights, and the values product of the block before,
         whose weights are set u of p."""
-        q_s, v_s, tile_s = shared
+        v_s, o_s, tile_s = shared
         q_full, q_free, k_full, k_free, v_full, v_free = barriers
         q_desc, k_desc, v_desc = descs
-        o, lse, sinks_ = tensors
+        o, lse, of_heads = tensors
         m, total, alpha, m_old, total_old, row_lse = sums
         acc_s, acc_o, p, out = registers
         i, n, step, blocks_, first, shift, length, first_old, end_old, fresh, pending = place
         wg, group_low, group_high, token, tx = who
-        scale, cap, w_left, w_right = numbers
+        scale, factors, cap, w_left, w_right = numbers
         if n[0] == blocks_[0]:
             i[0] = i[0] + 1
             n[0] = 0
@@ -359,6 +388,8 @@ def make(
             first[0] = tile_s[line, FIRST]
             shift[0] = tile_s[line, SHIFT]
             length[0] = tile_s[line, LENGTH]
+            if E4M3:
+                read_scales(factors, of_heads, tile_s[line, REQUEST], tile_s[line, HEAD], scale)
         slot = i[0] % 2
         s = u if SETS == ST == 2 else step[0] % ST
         r = 1 - u if SETS == ST == 2 else (step[0] + ST - 1) % ST
@@ -369,14 +400,14 @@ def make(
         # of the block before, which may belong to the tile before.
         q_at = slot * (Q_TILE // 16) + wg * 512
         T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
-        score_product(q_desc, k_desc, acc_s, q_at, s * (KV_TILE // 16))
+        score_product(q_desc, k_desc, acc_s, q_at, s * (K_TILE // 16))
         T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
         if step[0] > 0:
             T.mbarrier_wait_parity(v_full[r], ((step[0] - 1) // ST) % 2)
         clear_unseen(v_s, r, first_old[0], end_old[0], wg)
         T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
         T.warpgroup_fence_operand(p, num_regs=SETS * P_REGS)
-        value_product(p, u * P_REGS, v_desc, acc_o, r * (KV_TILE // 16), fresh[0])
+        value_product(p, u * P_REGS, v_desc, acc_o, r * (V_TILE // 16), fresh[0])
         T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
         T.named_barrier_arrive(1 + (wg + 1) % NW, 256)
         free_slot(q_free, pending)
@@ -390,6 +421,9 @@ def make(
                 total_old[e] = total[e]
                 m[e] = -T.infinity(F32)
                 total[e] = 0
+        if E4M3:
+            if factors[0] < 0:
+                device(f"negate<{S_REGS}>", acc_s.data)
         if softcap:
             device(f"cap<{S_REGS}>", acc_s.data, cap)
         mask(
@@ -411,8 +445,8 @@ def make(
         moved = T.alloc_local([1], "bool")
         moved[0] = T.call_extern(
             "bool", f"attn::weigh<{S_REGS}, {BF16}, {(1 - u) % SETS * P_REGS}>",
-            acc_s.data, m.data, total.data, alpha.data, p.data, scale,
-            T.float32(MOST), n[0] == 0,
+            acc_s.data, m.data, total.data, alpha.data, p.data,
+            T.abs(factors[0]) if E4M3 else scale, T.float32(MOST), n[0] == 0,
         )  # fmt: skip
         if SETS == 2:
             device("after_weights", total.data)
@@ -427,7 +461,7 @@ def make(
                 device(f"keep<{u * P_REGS}, {P_REGS}>", p.data, total.data)
             if i[0] > 0:
                 store_tile(
-                    q_s, tile_s, o, lse, sinks_, acc_o, out, i[0] - 1, m_old,
+                    o_s, tile_s, o, lse, of_heads, acc_o, out, i[0] - 1, m_old,
                     total_old, alpha, row_lse, scale, wg,
                 )  # fmt: skip
                 pending[0] = (i[0] - 1) % 2
@@ -446,13 +480,13 @@ def make(
     def gqa_forward(
         q: T.Tensor(Q_SHAPE, dtype),
         k: T.Tensor(KV_SHAPE, dtype),
-        v: T.Tensor(KV_SHAPE, dtype),
-        o: T.Tensor(Q_SHAPE, dtype),
+        v: T.Tensor(KV_SHAPE, V_DTYPE),
+        o: T.Tensor(Q_SHAPE, O_DTYPE),
         lse: T.Tensor(LSE_SHAPE if has_lse else (NL,), F32 if has_lse else "int32"),
         offsets: T.Tensor((NO,), "int32"),
         lengths: T.Tensor((NL,), "int32"),
         table: T.Tensor((NT, W), "int32"),
-        sinks_: T.Tensor((H,) if sinks else (NS,), F32 if sinks else "int32"),
+        of_heads: T.Tensor(OF_HEADS, F32 if sinks or E4M3 else "int32"),
         counter: T.Tensor((1,), "int32"),
         scale: T.float32,
         cap: T.float32,
@@ -468,9 +502,10 @@ def make(
             T.import_source(SOURCE)
             q_s = T.alloc_shared((2, BM, D), dtype)
             k_s = T.alloc_shared((ST, BN, D), dtype)
-            v_s = T.alloc_shared((ST, BN, D), dtype)
+            v_s = T.alloc_shared((ST, BN, D), V_DTYPE)
+            o_s = T.alloc_shared((1, BM, D), O_DTYPE) if E4M3 else q_s  # tiles of o on their way
             tile_s = T.alloc_shared((LINES, NUMBERS), "int32")
-            T.annotate_layout({q_s: swizzled(q_s), k_s: swizzled(k_s), v_s: swizzled(v_s)})
+            T.annotate_layout({x: swizzled(x) for x in (q_s, k_s, v_s, o_s)})
             asked = T.alloc_barrier([1])
             tile_full = T.alloc_barrier([32] * LINES)
             q_full = T.alloc_barrier([1] * 2)
@@ -585,6 +620,7 @@ def make(
                 m_old = T.alloc_local([2], F32)
                 total_old = T.alloc_local([2], F32)
                 row_lse = T.alloc_local([2], F32)
+                factors = T.alloc_local([2], F32)
                 token = T.alloc_local([2], "int32")  # of the thread's rows, counted in the tile
                 i = T.alloc_local([1], "int32")  # tile
                 n = T.alloc_local([1], "int32")  # block of it
@@ -637,10 +673,10 @@ def make(
                 blocks_[0] = 0
 
                 held = (
-                    (q_s, v_s, tile_s),
+                    (v_s, o_s, tile_s),
                     (q_full, q_free, k_full, k_free, v_full, v_free),
                     (q_desc, k_desc, v_desc),
-                    (o, lse, sinks_),
+                    (o, lse, of_heads),
                     (m, total, alpha, m_old, total_old, row_lse),
                     (acc_s, acc_o, p, out),
                     (
@@ -657,7 +693,7 @@ def make(
                         pending,
                     ),
                     (wg, group_low, group_high, token, tx),
-                    (scale, cap, w_left, w_right),
+                    (scale, factors, cap, w_left, w_right),
                 )
                 while n[0] >= 0:  # a serial loop would be unrolled
                     take_block(0, *held)
@@ -674,11 +710,11 @@ def make(
                     clear_unseen(v_s, r, first_old[0], end_old[0], wg)
                     T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
                     T.warpgroup_fence_operand(p, num_regs=SETS * P_REGS)
-                    value_product(p, 0, v_desc, acc_o, r * (KV_TILE // 16), fresh[0])
+                    value_product(p, 0, v_desc, acc_o, r * (V_TILE // 16), fresh[0])
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
                     store_tile(
-                        q_s, tile_s, o, lse, sinks_, acc_o, out, i[0] - 1, m, total, alpha,
+                        o_s, tile_s, o, lse, of_heads, acc_o, out, i[0] - 1, m, total, alpha,
                         row_lse, scale, wg,
                     )  # fmt: skip
                     if DENSE:

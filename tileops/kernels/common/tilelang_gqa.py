@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tileops.kernels.common.recorder import machine
@@ -65,9 +66,10 @@ def attend(
     """Fill o, shaped like q, and lse, where there is one.
 
     Dense: q [B, S_q, H, D], lse [B, H, S_q]. Packed or paged keys: q [T_q, H, D] behind
-    offsets int32 [B + 1], lse [H, T_q].
+    offsets int32 [B + 1], lse [H, T_q]. Values of e4m3 are widened first: their product takes
+    weights of 16 bits.
     """
-    k, table = keys.k, keys.table
+    k, v, table = keys.k, keys.v, keys.table
     heads, dim = q.shape[-2:]
     heads_kv = k.shape[-2]
     group = heads // heads_kv
@@ -95,20 +97,26 @@ def attend(
     scale, cap = scores.scale * LOG2E, 0.0
     if scores.softcap:
         scale, cap = scores.softcap * LOG2E, 2 * scale / scores.softcap
-    sinks = count if scores.sinks is None else scores.sinks.contiguous()
+    of_heads = count if scores.sinks is None else scores.sinks.contiguous()
+    e4m3 = q.dtype == torch.float8_e4m3fn
+    if e4m3:
+        assert scores.q_scale is not None and scores.k_scale is not None
+        assert scores.v_scale is not None
+        of_heads = torch.stack((scores.q_scale * scores.k_scale, scores.v_scale))
+        v = v.to(torch.float16)
     launch(
         make,
         q,
         (
             q,
             k,
-            keys.v,
+            v,
             o,
             lengths if lse is None else lse.flatten(0, -2),
             offsets,
             lengths,
             count[None] if table is None else table,
-            sinks,
+            of_heads,
             count,
             scale,
             cap,
@@ -133,5 +141,6 @@ def attend(
         softcap=bool(scores.softcap),
         sinks=scores.sinks is not None,
         has_lse=lse is not None,
+        out_dtype=str(o.dtype).removeprefix("torch.") if e4m3 else "",
         **tiles._asdict(),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Container
 from types import ModuleType
 from typing import Any
 
@@ -49,23 +50,44 @@ def option_refusal(call: Any) -> str | None:
     return None
 
 
-def tensor_refusal(q: Tensor, *, pools: bool = False, **keys: Tensor) -> str | None:
+def tensor_refusal(
+    q: Tensor, *, pools: bool = False, e4m3: bool = False, **keys: Tensor
+) -> str | None:
     """Why queries [..., H, D] and what holds keys and values are not served, by their names.
 
-    pools: the kernel sees keys and values as rows [N_kv, H_kv, D], whatever their shape.
+    pools: the kernel sees keys and values as rows [N_kv, H_kv, D], whatever their shape. e4m3:
+    whether they may be of one byte.
     """
     dim = q.shape[-1]
     if dim not in DIMS:
         return f"serves head dims of 64 and 128 columns, got D={dim}"
-    problem = _problem("q", q)
+    served = (*HALF, torch.float8_e4m3fn) if e4m3 else HALF
+    problem = _problem("q", q, served)
     for name, x in keys.items():
-        problem = problem or _problem(name, x, pools)
+        problem = problem or _problem(name, x, served, pools)
     return problem
 
 
-def _problem(name: str, x: Tensor, pools: bool = False) -> str | None:
+def e4m3_refusal(call: Any) -> str | None:
+    """Why q, k and v of e4m3 are not served with the options of a call."""
+    if call.q.dtype in HALF:
+        return None
+    if call.q.shape[-1] != 128:
+        return f"serves float8_e4m3fn with head dims of 128 columns, got D={call.q.shape[-1]}"
+    if (
+        call.softcap
+        or call.pos_encoding_mode == "rope"
+        or getattr(call, "sinks", None) is not None
+    ):
+        return "serves float8_e4m3fn without softcap, rotation and sinks"
+    return None
+
+
+def _problem(
+    name: str, x: Tensor, served: Container[torch.dtype], pools: bool = False
+) -> str | None:
     """Why the copy engine or the products cannot take x."""
-    if x.dtype not in HALF:
+    if x.dtype not in served:
         return f"serves float16 and bfloat16, got {name} of {str(x.dtype).removeprefix('torch.')}"
     traced = tracing.traced(x)
     if traced and not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
@@ -73,7 +95,7 @@ def _problem(name: str, x: Tensor, pools: bool = False) -> str | None:
     elements = x.numel()
     if not elements:
         return f"serves no empty tensors, got {name} of shape {list(x.shape)}"
-    if x.dim() == 4 and not pools and elements * x.dtype.itemsize >= MOST_BYTES:
+    if x.dim() == 4 and not pools and 2 * elements >= MOST_BYTES:  # v of e4m3 is widened
         return f"serves tensors of less than 2 GiB, got {name} of shape {list(x.shape)}"
     if elements // (x.shape[-1] * x.shape[-2]) >= MOST_ROWS:
         return f"serves fewer than 2**31 rows, got {name} of shape {list(x.shape)}"

@@ -63,6 +63,13 @@ INLINE float exp2_fast(float x) {
   return y;
 }
 
+template <int N> INLINE void negate(float *s) {
+#pragma unroll
+  for (int r = 0; r < N; ++r) {
+    s[r] = -s[r];
+  }
+}
+
 // tanh(s * x) in place, x given as 2 * log2(e) * x: 1 - 2 / (1 + e**2y) is off by some 1e-7.
 template <int N> INLINE void cap(float *s, float x) {
 #pragma unroll

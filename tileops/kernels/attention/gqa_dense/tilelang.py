@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tileops.kernels.common.tilelang_limits import (
     compiler_refusal,
+    e4m3_refusal,
     length_refusal,
     option_refusal,
     tensor_refusal,
@@ -16,7 +17,8 @@ def gqa_dense_fwd_refusal(call: Any) -> str | None:
     return (
         option_refusal(call)
         or length_refusal(call.q, call.k.shape[1])
-        or tensor_refusal(call.q, k=call.k, v=call.v)
+        or tensor_refusal(call.q, k=call.k, v=call.v, e4m3=True)
+        or e4m3_refusal(call)
         or compiler_refusal()
     )
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tileops.kernels.common.tilelang_limits import (
     compiler_refusal,
+    e4m3_refusal,
     option_refusal,
     packed_refusal,
     tensor_refusal,
@@ -16,7 +17,8 @@ def gqa_varlen_fwd_refusal(call: Any) -> str | None:
     return (
         option_refusal(call)
         or packed_refusal(call.q, call.cu_seqlens_q, call.k.shape[0])
-        or tensor_refusal(call.q, k=call.k, v=call.v)
+        or tensor_refusal(call.q, k=call.k, v=call.v, e4m3=True)
+        or e4m3_refusal(call)
         or compiler_refusal()
     )
 
