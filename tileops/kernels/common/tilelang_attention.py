@@ -21,8 +21,8 @@ MOST = 4096.0  # sum of a thread's weights in a row; beyond it the row's referen
 # Consumer groups -> registers of a thread, in them and in the producer: together at most the
 # 65,536 of a multiprocessor. With fewer the producer spills.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
-# What `equal_tile` and `packed_tile` write of a tile.
-ROW, LIVE, HEAD, REQUEST, SHIFT, LENGTH, FIRST, BLOCKS, KEYS, NUMBERS = range(10)
+# What `equal_tile` and `packed_tile` write of a tile; TARGET: `part_of_tile` alone.
+ROW, LIVE, HEAD, REQUEST, SHIFT, LENGTH, FIRST, BLOCKS, KEYS, TARGET, NUMBERS = range(11)
 LINES = 3  # tiles that are known
 LEAD = 3  # blocks before the end of a tile's copies the next one is asked for
 
@@ -39,6 +39,7 @@ def make(
     head_dim: int,
     group: int,
     packed_heads: int = 1,
+    split: bool = False,
     page: int = 0,
     appended: bool = False,
     left: bool = False,
@@ -52,7 +53,7 @@ def make(
     stages: int = 2,
 ) -> Any:
     """The kernel of (q, k, v, o, lse, offsets, lengths, table, sinks, counter, scale, cap, left,
-    right, requests, blocks, tiles, section, CTAs).
+    right, requests, blocks, tiles, section, splits, CTAs).
 
     layout: "dense": q, o [B, S_q, H, D]; k, v [B, S_kv, H_kv, D]; lse [B, H, S_q].
         "packed": q, o [T_q, H, D]; k, v [T_kv, H_kv, D]; lse [H, T_q]; request b has the queries
@@ -60,13 +61,15 @@ def make(
         pools [N_kv, H_kv, D] behind table [B, W]; lengths [B] keys, the queries of an `appended`
         request not counted. Other metadata: any tensor of its dtype.
     group: H / H_kv. packed_heads: query heads of one KV head in a tile (not dense).
+    split: dense, each tile in `splits` parts, which share its keys: o [splits * B, S_q, H, D] and
+        lse [splits * B, H, S_q] take part by part what attention to those keys alone gives.
     left, right: whether that window applies, of `left` and `right` keys; causal: right is 0.
     counter [1] int32: zero before a launch, and after it.
     scale: log2(e) / sqrt(D), or the cap times log2(e) with softcap, where cap is
         2 log2(e) / (sqrt(D) cap). sinks [H] float32, natural logits.
-    requests: B. Dense: blocks of ceil(S_q / (64 consumers)) rows, B * H times as many tiles, in
-        sections of so many of the B * H heads. Else section says whether requests are served
-        together (see `packed_tile`). CTAs: programs that share the tiles.
+    requests: B. Dense: blocks of ceil(S_q / (64 consumers)) rows, B * H times as many tiles
+        (parts of tiles, if split), in sections of so many of the B * H heads. Else section says
+        whether requests are served together (see `packed_tile`). CTAs: programs that share them.
     """
     consumer_regs, producer_regs = REGISTERS[consumers]
     D, G, BN, NW, ST, P = head_dim, group, block_n, consumers, stages, packed_heads
@@ -89,20 +92,26 @@ def make(
         T.dynamic(n)
         for n in ("batch", "seq_q", "seq_kv", "rows_q", "rows_kv", "heads", "heads_kv", "width")
     )
+    TARGETS = T.dynamic("targets") if split else B  # requests of o and lse
     NO, NL, NT, NS = (T.dynamic(n) for n in ("offsets_len", "lengths_len", "tables", "sinks_len"))
-    Q_SHAPE, KV_SHAPE, LSE_SHAPE = (
-        ((B, SQ, H, D), (B, SK, HK, D), (B * H, SQ))
+    Q_SHAPE, KV_SHAPE, O_SHAPE, LSE_SHAPE = (
+        ((B, SQ, H, D), (B, SK, HK, D), (TARGETS, SQ, H, D), (TARGETS * H, SQ))
         if DENSE
-        else ((TQ, H, D), (TK, HK, D), (H, TQ))
+        else ((TQ, H, D), (TK, HK, D), (TQ, H, D), (H, TQ))
     )
     THREADS = 128 * (NW + 1)
     FLAGS = f"{PER}, {BN}, {str(left).lower()}, {str(right).lower()}"
 
     @T.macro
     def plan(tile_s, line, number, state, offsets, lengths, requests, blocks, tiles, section,
-             w_left, w_right, more):  # fmt: skip
+             splits, w_left, w_right, more):  # fmt: skip
         """The tile of that number into a line of tile_s; whether there is one."""
-        if DENSE:
+        if split:
+            more[0] = T.call_extern(
+                "bool", f"attn::part_of_tile<{FLAGS}>", T.access_ptr(tile_s[line, 0], "rw"),
+                number, tiles, blocks, section, H, SQ, SK, w_left, w_right, requests, splits,
+            )  # fmt: skip
+        elif DENSE:
             more[0] = T.call_extern(
                 "bool", f"attn::equal_tile<{FLAGS}>", T.access_ptr(tile_s[line, 0], "rw"), number,
                 tiles, blocks, section, H, SQ, SK, w_left, w_right,
@@ -237,7 +246,7 @@ def make(
         first = tile_s[line, ROW]
         live = tile_s[line, LIVE]
         head = tile_s[line, HEAD]
-        b = tile_s[line, REQUEST]
+        b = tile_s[line, TARGET if split else REQUEST]
         device(
             f"close_rows<{str(sinks).lower()}, {PER}>",
             m.data,
@@ -447,7 +456,7 @@ def make(
         q: T.Tensor(Q_SHAPE, dtype),
         k: T.Tensor(KV_SHAPE, dtype),
         v: T.Tensor(KV_SHAPE, dtype),
-        o: T.Tensor(Q_SHAPE, dtype),
+        o: T.Tensor(O_SHAPE, dtype),
         lse: T.Tensor(LSE_SHAPE if has_lse else (NL,), F32 if has_lse else "int32"),
         offsets: T.Tensor((NO,), "int32"),
         lengths: T.Tensor((NL,), "int32"),
@@ -462,6 +471,7 @@ def make(
         blocks: T.int32,
         tiles: T.int32,
         section: T.int32,
+        splits: T.int32,
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=THREADS) as cta:
@@ -469,7 +479,7 @@ def make(
             q_s = T.alloc_shared((2, BM, D), dtype)
             k_s = T.alloc_shared((ST, BN, D), dtype)
             v_s = T.alloc_shared((ST, BN, D), dtype)
-            tile_s = T.alloc_shared((LINES, NUMBERS), "int32")
+            tile_s = T.alloc_shared((LINES, NUMBERS if split else TARGET), "int32")
             T.annotate_layout({q_s: swizzled(q_s), k_s: swizzled(k_s), v_s: swizzled(v_s)})
             asked = T.alloc_barrier([1])
             tile_full = T.alloc_barrier([32] * LINES)
@@ -501,7 +511,7 @@ def make(
                                 "int32", "attn::next_number", T.access_ptr(counter[0], "rw"), ctas
                             )
                         plan(tile_s, line, number, state, offsets, lengths, requests, blocks,
-                             tiles, section, w_left, w_right, more)  # fmt: skip
+                             tiles, section, splits, w_left, w_right, more)  # fmt: skip
                         if not more[0]:
                             if tx % 32 == 0:
                                 tile_s[line, BLOCKS] = 0
