@@ -212,10 +212,10 @@ def test_keys_in_parts(given):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_keys_in_parts_that_nobody_sees(dim):
-    call = chunk(180, 5000, dim=dim, window_size_left=600)
+    call = chunk(180, 4000, dim=dim, window_size_left=600)
     assert launch_of(call).args[-2] > 1
     for x in (call.k, call.v):
-        x[:, : 5000 - 180 - 600] = torch.nan
+        x[:, : 4000 - 180 - 600] = torch.nan
     judge_parts(*DENSE.op(*call), call)
 
 
