@@ -60,6 +60,10 @@ SERVED = {
         dense(dim=64, dtype=torch.float16, heads=71, heads_kv=1, window_size_left=2**30),
         dense(pos_encoding_mode="rope", rope_cos=meta(900, 64), rope_sin=meta(900, 64)),
         dense(dtype=E4M3, window_size_left=127),
+        dense(rows=192, keys=4097),
+        dense(rows=129, keys=4096),
+        dense(rows=144, dim=64, keys=100_000),
+        dense(rows=191, heads=15, keys=4097),
     ],
     "gqa_varlen_fwd": [
         packed(rows=705, keys=4097),
@@ -96,7 +100,7 @@ ODD = torch.empty(2 * 300 * 8 * 128 + 8, dtype=BF16)[1:-7].view(2, 300, 8, 128)
 ROPE = {"pos_encoding_mode": "rope", "rope_cos": meta(99, 64), "rope_sin": meta(99, 64)}
 FEW = "serves 16 and more query rows a request, got T_q / B="
 PAGES = "serves pages of 8, 16, 32, 64 or a multiple of 128 rows, got"
-SPLIT, KEYS = "does not split keys, and", "keys want that"
+SPLIT, KEYS = "does not split packed keys, and", "keys want that"
 HALF = "serves float16 and bfloat16, got"
 BYTES = "serves float8_e4m3fn without softcap, rotation and sinks"
 REFUSED = [
@@ -104,7 +108,16 @@ REFUSED = [
     (packed(rows=3 * 16 - 1), f"{FEW}15"),
     (paged(rows=5, batch=5), f"{FEW}1"),
     (appended(rows=15, batch=1), f"{FEW}15"),
-    (dense(rows=256, heads=11, keys=4097), f"{SPLIT} 5632 rows of all heads over 4097 {KEYS}"),
+    (
+        dense(rows=191, heads=14, keys=4097),
+        "leaves 65 of 256 rows of its tiles empty, and 5348 rows of all heads over 4097 keys want "
+        "full ones",
+    ),
+    (
+        dense(rows=256, dim=64, keys=5000),
+        "leaves 128 of 384 rows of its tiles empty, and 4096 rows of all heads over 5000 keys "
+        "want full ones",
+    ),
     (packed(rows=704, keys=4097), f"{SPLIT} 5632 rows of all heads over 4097 {KEYS}"),
     (
         paged(rows=704, page_table=meta(3, 65, dtype=I32)),
@@ -679,11 +692,14 @@ def test_warmup_compiles_what_serves_other_lengths_too(on_cpu, monkeypatch):
     on_cpu.only_names()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    ran = []
-    for entry in warmup.plan(["gqa_dense_fwd"], {}):
+    ran = {}
+    for planned in warmup.plan(["gqa_dense_fwd"], {}):
         on_cpu.ran.clear()
-        assert warmup.compile_call(entry, "cpu") is None
-        ran.append(list(on_cpu.ran))
-    decode, several, prefill = ran
-    assert set(decode) == set(several) == {"triton"}
-    assert prefill[-1] == "tilelang"
+        assert warmup.compile_call(planned, "cpu") is None
+        ran[planned.phase] = on_cpu.ran.copy()
+    assert ran == {
+        "decode": ["triton", "triton"],
+        "several tokens": ["triton", "triton"],
+        "prefill": ["triton", "tilelang"],
+        "short chunk": ["triton", "tilelang"],
+    }

@@ -31,18 +31,24 @@ OPTIONS = ("-std=c++17", "-O3", "-cubin", "-arch=sm_90a", "--expt-relaxed-conste
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 CODE = 128 * 1024  # bytes of a cubin: an unrolled loop once made 750 KiB of it
 D64 = {"dim": 64, "heads": 64, "heads_kv": 8}
+MANY = {"batch": 8}  # requests, whose tiles keep all multiprocessors busy
 FULL = {"is_causal": False}
 WINDOW = {"window_size_left": 127}
 SINKS = {"sinks": meta(64, dtype=F32)}
 CALLS = {
-    "dense": dense(),
-    "dense-full-fp16": dense(dtype=torch.float16, **FULL),
-    "dense-window-cap": dense(window_size_left=300, softcap=50.0),
-    "dense-right": dense(window_size_right=40, **FULL),
+    "dense": dense(**MANY),
+    "dense-full-fp16": dense(dtype=torch.float16, **FULL, **MANY),
+    "dense-window-cap": dense(window_size_left=300, softcap=50.0, **MANY),
+    "dense-right": dense(window_size_right=40, **FULL, **MANY),
     "dense-d64-fp16": dense(dtype=torch.float16, **D64),
     "dense-d64-full": dense(**D64, **FULL),
+    "dense-split": dense(rows=128),
+    "dense-split-full-fp16": dense(rows=128, dtype=torch.float16, **FULL),
+    "dense-split-window-cap": dense(rows=128, window_size_left=700, softcap=50.0),
+    "dense-split-d64": dense(rows=144, keys=4000, batch=1, **D64),
     "dense-d64-window-cap": dense(softcap=50.0, **D64, **WINDOW),
-    "dense-e4m3": dense(dtype=torch.float8_e4m3fn),
+    "dense-e4m3": dense(rows=4000, dtype=torch.float8_e4m3fn),
+    "dense-e4m3-split": dense(dtype=torch.float8_e4m3fn),
     "packed-e4m3": packed(dtype=torch.float8_e4m3fn, window_size_left=300),
     "packed": packed(),
     "packed-group7": packed(heads=14),
@@ -87,7 +93,9 @@ def assembled(text, folder):
 def test_what_the_assembler_says(name, tmp_path):
     if tilelang_limits.compiler_refusal():
         pytest.skip(tilelang_limits.compiler_refusal())
-    text = source(launch_of(CALLS[name]))
+    launch = launch_of(CALLS[name])
+    assert launch.constants["split"] == ("split" in name)
+    text = source(launch)
     said, size = assembled(text, tmp_path)
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
     print(name, re.findall(r"Used \d+ registers", said), f"{spilled} spilled, {size} bytes")

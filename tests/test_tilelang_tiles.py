@@ -21,7 +21,9 @@ from tests.checks import ROOT
 from tests.tilelang_calls import appended, dense, launch_of, packed, paged
 from tileops.kernels.common import tilelang_gqa, tilelang_limits
 from tileops.kernels.common.machine import H200
+from tileops.kernels.common.recorder import recording
 from tileops.kernels.common.tilelang_rows import SOURCE
+from tileops.kernels.common.triton_gqa import Scores
 
 # ---------------------------------------------------------------------------------- launcher
 
@@ -54,7 +56,8 @@ class Asked:
 
     def __init__(self, call):
         launch = launch_of(call)
-        self.requests, self.blocks, self.tiles, self.section, self.ctas = launch.args[-5:]
+        self.requests, self.blocks, self.tiles, self.section = launch.args[-6:-2]
+        self.splits, self.ctas = launch.args[-2:]
         self.constants = launch.constants
 
 
@@ -71,6 +74,88 @@ def test_dense_tiles(compiler):
     found = Asked(dense(batch=3, rows=1921, keys=2000, heads=8, dim=64))
     assert found.constants["consumers"] == 3
     assert (found.blocks, found.tiles, found.ctas) == (11, 11 * 3 * 8, H200.processors)
+
+
+def test_rows_of_dense_tiles_are_those_that_refusals_know():
+    for dim, left in itertools.product((64, 128), (-1, 0, 5000)):
+        consumers = tilelang_gqa.tiles_for(dim, "dense", 0, left).consumers
+        assert tilelang_limits.TILE_ROWS[dim] == 64 * consumers
+
+
+CHUNK = {"batch": 1, "heads": 32, "heads_kv": 8}
+# Parts of the keys, by call: 132 multiprocessors.
+SPLITS = [
+    (4, {"rows": 128, "keys": 2048, **CHUNK}),  # 32 tiles of 16 blocks
+    (2, {"rows": 256, "keys": 8192, **CHUNK}),  # 64 tiles
+    (1, {"rows": 384, "keys": 8192, **CHUNK}),  # 96: not two parts each at once
+    (1, {"rows": 512, "keys": 512, **CHUNK}),
+    (3, {"rows": 128, "keys": 9 * 128, **CHUNK}),  # four give 3 blocks as well
+    (4, {"rows": 128, "keys": 8 * 128, **CHUNK}),
+    (2, {"rows": 128, "keys": 4 * 128, **CHUNK}),
+    (1, {"rows": 128, "keys": 3 * 128, **CHUNK}),  # a part would have one block
+    (128, {"rows": 128, "keys": 32768, "batch": 1, "heads": 1, "heads_kv": 1}),
+    (16, {"rows": 128, "keys": 100_000, "batch": 1, "heads": 8, "heads_kv": 1}),
+    # As many keys as a tile sees in the window, whatever there are.
+    (1, {"rows": 128, "keys": 9000, "window_size_left": 383, **CHUNK}),
+    (2, {"rows": 128, "keys": 9000, "window_size_left": 384, **CHUNK}),
+    (2, {"rows": 256, "keys": 9000, "window_size_left": 384, **CHUNK}),
+    (4, {"rows": 144, "keys": 9000, "dim": 64, "window_size_left": 1024, **CHUNK}),
+    (1, {"rows": 144, "keys": 9000, "dim": 64, "window_size_left": 255, **CHUNK}),
+    (1, {"rows": 128, "keys": 9000, "window_size_left": 383, "is_causal": False, **CHUNK}),
+    (3, {"rows": 128, "keys": 9000, "window_size_left": 700, "window_size_right": 512,
+         "is_causal": False, **CHUNK}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("splits, given", SPLITS, ids=range(len(SPLITS)))
+def test_parts_of_dense_keys(splits, given, compiler):
+    found = Asked(dense(**given))
+    tiles = found.blocks * found.requests * given["heads"]
+    assert (found.splits, found.tiles) == (splits, splits * tiles)
+    assert found.constants["split"] == (splits > 1)
+    assert found.ctas == found.tiles if splits > 1 else min(found.tiles, H200.processors)
+
+
+class Attended:
+    """What `attend` launches for two requests of six heads, and what it is given to fill."""
+
+    def __init__(self, rows, keys, sinks=None):
+        call = dense(rows=rows, keys=keys, batch=2, heads=6, heads_kv=2, dtype=torch.float16)
+        self.q, self.k, self.v = call.q, call.k, call.v
+        self.o = torch.empty_like(call.q)
+        self.lse = torch.empty(2, 6, rows, dtype=torch.float32, device="meta")
+        with recording(H200) as self.launches:
+            pair = tilelang_gqa.Keys(call.k, call.v)
+            tilelang_gqa.attend(self.o, self.lse, call.q, pair, Scores(0.1, True, sinks=sinks))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_parts_are_requests_of_their_own_until_they_are_joined(sinks, compiler):
+    """Sinks count once, in the join."""
+    given = torch.empty(6, dtype=torch.float32, device="meta") if sinks else None
+    found = Attended(200, 3000, given)
+    attention, join = found.launches
+    q, k, v = attention.args[:3]
+    assert q is found.q and k is found.k and v is found.v
+    o_parts, lse_parts = attention.args[3:5]
+    assert attention.args[-2] == 5
+    assert (o_parts.shape, o_parts.dtype) == ((10, 200, 6, 128), torch.float16)
+    assert (lse_parts.shape, lse_parts.dtype) == ((60, 200), torch.float32)
+    assert attention.constants["has_lse"] and not attention.constants["sinks"]
+    given_to = dict(zip(join.kernel.arg_names, join.args, strict=False)) | join.constexprs
+    assert join.grid == (2 * 200 * 6,) and given_to["splits"] == 5
+    assert given_to["partial_o"] is o_parts and given_to["o"].shape == (400, 6, 128)
+    assert given_to["partial_lse"].shape == (10, 6, 200) and given_to["lse"] is found.lse
+    assert (given_to["tokens"], given_to["length_q"]) == (400, 200)
+    assert given_to["HAS_SINKS"] == sinks and (given_to["sinks"] is given or not sinks)
+    assert given_to["LIKE_LSE"] and not given_to["PACKED"]
+
+
+def test_what_is_not_split_is_written_at_once(compiler):
+    found = Attended(1500, 3000, torch.empty(6, dtype=torch.float32, device="meta"))
+    [launch] = found.launches
+    assert launch.args[3] is found.o and launch.args[4]._base is found.lse
+    assert launch.args[-2] == 1 and launch.constants["sinks"]
 
 
 @pytest.mark.parametrize("keys, sections", [(900, 1), (20_000, 2), (30_000, 3), (200_000, 6)])
@@ -108,6 +193,7 @@ def test_requests_are_served_together_if_their_keys_fit_the_cache(compiler):
 
 # ------------------------------------------------------------------------- device functions
 
+WIDE = 10  # numbers of a tile
 BLOCKS = (64, 80, 128)
 MASKS = ((True, True), (False, True), (True, False), (False, False))  # windows left, right
 TOKENS = (192, 128, 48, 8)  # of a tile
@@ -132,9 +218,10 @@ SHIM = r"""
 #include "rows.h"
 
 using Find = std::function<bool(int *tile, int number, int *state)>;
+constexpr int WIDE = attn::TARGET + 1;
 
 // A launch of `ctas` programs, one step of one of them after the other in random order. found:
-// tiles by number, 9 numbers each. -1: lanes diverged, -2: a number was given twice.
+// tiles by number, WIDE numbers each. -1: lanes diverged, -2: a number was given twice.
 static int launch(const Find &find, int ctas, int tiles, int *counter, int *found, int most,
                   unsigned seed) {
   struct Cta {
@@ -151,7 +238,7 @@ static int launch(const Find &find, int ctas, int tiles, int *counter, int *foun
     seed = seed * 1664525u + 1013904223u;
     int pick = (seed >> 8) % left.size();
     Cta &cta = running[left[pick]];
-    int tile[9];
+    int tile[WIDE] = {};
     bool met = run_warp([&] {
       int lane = threadIdx.x;
       int number = cta.steps ? attn::next_number(counter, ctas) : cta.number;
@@ -170,7 +257,7 @@ static int launch(const Find &find, int ctas, int tiles, int *counter, int *foun
     } else if (cta.number >= most || given[cta.number]++) {
       return -2;
     } else {
-      std::copy(tile, tile + 9, found + 9 * cta.number);
+      std::copy(tile, tile + WIDE, found + WIDE * cta.number);
     }
   }
   return std::count(given.begin(), given.end(), 1);
@@ -183,6 +270,16 @@ static int launch(const Find &find, int ctas, int tiles, int *counter, int *foun
     auto find = [&](int *tile, int number, int *) {                                          \
       return attn::equal_tile<__VA_ARGS__>(tile, number, tiles, blocks, section, heads, s_q, \
                                            s_kv, left, right);                               \
+    };                                                                                       \
+    return launch(find, ctas, tiles, counter, found, most, seed);                            \
+  }
+#define PARTS(NAME, ...)                                                                     \
+  extern "C" int NAME(int ctas, int tiles, int blocks, int section, int heads, int s_q,      \
+                      int s_kv, int left, int right, int requests, int splits, int *counter, \
+                      int *found, int most, unsigned seed) {                                 \
+    auto find = [&](int *tile, int number, int *) {                                          \
+      return attn::part_of_tile<__VA_ARGS__>(tile, number, tiles, blocks, section, heads,    \
+                                             s_q, s_kv, left, right, requests, splits);      \
     };                                                                                       \
     return launch(find, ctas, tiles, counter, found, most, seed);                            \
   }
@@ -222,6 +319,7 @@ def device(tmp_path_factory):
     text = [SHIM]
     for i, (tokens, block, masks) in enumerate(CONFIGURATIONS):
         text.append(f"EQUAL(equal_{i}, {flags(tokens, block, *masks)})")
+        text.append(f"PARTS(parts_{i}, {flags(tokens, block, *masks)})")
     for i, (layout, (tokens, block, masks)) in enumerate(PACKED):
         text.append(f"PACKED(packed_{i}, {flags(tokens, block, *masks, *LENGTHS[layout])})")
     text += [f"POOL(pool_{block}_{page}, {block}, {page})" for block, page in PAGES]
@@ -237,6 +335,10 @@ def device(tmp_path_factory):
 
 def ints(values):
     return (ctypes.c_int * max(len(values), 1))(*values)
+
+
+def tiles_in(found):
+    return list(zip(*[iter(found)] * WIDE, strict=True))
 
 
 def key_blocks(tokens, length, begin, per, block, left, right):
@@ -257,7 +359,7 @@ def drawn_windows(rng, masks):
 
 def check_keys(tile, tokens, length, per, block, windows, begin):
     """A tile's position and its key blocks: those that its rows see, one if they see none."""
-    _, live, _, _, shift, found_length, first, blocks, _ = tile
+    _, live, _, _, shift, found_length, first, blocks, _, _ = tile
     assert (shift, found_length) == (begin + length - tokens, length)
     assert live == tokens - begin
     expected = key_blocks(tokens, length, begin, per, block, *windows)
@@ -279,13 +381,13 @@ def test_tiles_of_equal_requests(index, device):
         heads, blocks = heads_kv * group, -(-s_q // per)
         section = group * rng.randint(1, batch * heads_kv)
         tiles, lines = blocks * batch * heads, batch * heads
-        ctas, counter, found = rng.randint(1, 20), ints([0]), ints([0] * 9 * tiles)
+        ctas, counter, found = rng.randint(1, 20), ints([0]), ints([0] * WIDE * tiles)
         count = device[f"equal_{index}"](
             ctas, tiles, blocks, section, heads, s_q, s_kv, *windows, counter, found, tiles,
             rng.getrandbits(31),
         )  # fmt: skip
         assert (count, counter[0]) == (tiles, 0)
-        given = [tuple(found[9 * i : 9 * i + 9]) for i in range(tiles)]
+        given = tiles_in(found)
         # Section after section; in one the long tiles first, or heads one after the other.
         expected = []
         for start in range(0, lines, section):
@@ -297,6 +399,41 @@ def test_tiles_of_equal_requests(index, device):
         assert found_order == expected
         for tile in given:
             check_keys(tile, s_q, s_kv, per, block, windows, tile[0])
+
+
+@pytest.mark.parametrize("index", range(len(CONFIGURATIONS)))
+def test_parts_of_the_tiles_of_equal_requests(index, device):
+    """Side by side, even shares of the tile's blocks; without any, what lies behind the keys."""
+    per, block, masks = CONFIGURATIONS[index]
+    rng = random.Random(index)
+    for _ in range(12):
+        windows = drawn_windows(rng, masks)
+        batch, heads_kv, group = rng.randint(1, 3), rng.randint(1, 2), rng.randint(1, 3)
+        s_q = rng.choice((1, per, per + 1, rng.randint(1, 400)))
+        s_kv = rng.choice((1, s_q, rng.randint(1, 3000)))
+        heads, blocks, splits = heads_kv * group, -(-s_q // per), rng.randint(2, 9)
+        tiles, section = blocks * batch * heads, group * rng.randint(1, batch * heads_kv)
+        ctas, counter = rng.randint(1, 20), ints([0])
+        sizes = (blocks, section, heads, s_q, s_kv, *windows)
+        whole, found = (ints([0] * WIDE * n) for n in (tiles, tiles * splits))
+        device[f"equal_{index}"](ctas, tiles, *sizes, counter, whole, tiles, rng.getrandbits(31))
+        count = device[f"parts_{index}"](
+            ctas, tiles * splits, *sizes, batch, splits, counter, found, tiles * splits,
+            rng.getrandbits(31),
+        )  # fmt: skip
+        assert (count, counter[0]) == (tiles * splits, 0)
+        parts = tiles_in(found)
+        for number, tile in enumerate(tiles_in(whole)):
+            own = parts[number * splits : (number + 1) * splits]
+            assert {part[:6] for part in own} == {tile[:6]}
+            assert [part[9] for part in own] == [x * batch + tile[3] for x in range(splits)]
+            first, blocks_seen = tile[6:8]
+            behind = -(-s_kv // block), 1
+            shares = [part[6:8] for part in own if part[6:8] != behind]
+            assert len(shares) == min(splits, blocks_seen)
+            assert max(n for _, n in shares) - min(n for _, n in shares) <= (splits < blocks_seen)
+            walked = [x for begin, n in shares for x in range(begin, begin + n)]
+            assert walked == list(range(first, first + blocks_seen))
 
 
 def drawn_requests(rng):
@@ -323,7 +460,7 @@ def test_tiles_of_packed_requests(index, device):
         keys = [0, *itertools.accumulate(n for _, n in requests)]
         lengths = [n + t if layout == "appended" else n for t, n in requests] + [0]
         most = (sum(tokens) // per + len(tokens)) * heads
-        ctas, counter, found = rng.randint(1, 20), ints([0]), ints([0] * 9 * most)
+        ctas, counter, found = rng.randint(1, 20), ints([0]), ints([0] * WIDE * most)
         given_lengths = keys if layout == "packed" else [n for _, n in requests]
         count = device[f"packed_{index}"](
             ctas, ints(offsets[:-1]), ints(given_lengths), sum(tokens), len(requests), together,
@@ -335,8 +472,7 @@ def test_tiles_of_packed_requests(index, device):
             pairs.sort(key=lambda pair: blocks[pair[0]] - pair[1])
         expected = [(b, x, head) for b, x in pairs for head in range(heads)]
         assert (count, counter[0]) == (len(expected), 0)
-        for number, (b, x, head) in enumerate(expected):
-            tile = tuple(found[9 * number : 9 * number + 9])
+        for tile, (b, x, head) in zip(tiles_in(found), expected, strict=False):
             assert (tile[0], tile[2], tile[3]) == (offsets[b] + x * per, head, b)
             assert tile[8] == (keys[b] if layout == "packed" and b < len(requests) else 0)
             check_keys(tile, tokens[b], lengths[b], per, block, windows, x * per)

@@ -17,6 +17,7 @@ from ops_registry.contract import E4M3
 
 KEYS = 1024  # enough for a machine with idle multiprocessors to split them
 TOKENS = 512  # of a prefill: more rows than the tiles of a decode serve
+CHUNK = 128  # tokens of a chunk whose tiles leave multiprocessors idle if no keys are split
 SPLIT_ROWS = 1024  # query rows from which a backward splits its walk over them
 
 
@@ -82,6 +83,8 @@ RECIPES: dict[str, Recipe] = {}
 ONE, BOTH = ("call",), ("decode", "prefill")
 # Without a mask, dense requests of one token have a kernel of their own.
 SEVERAL = ("decode", "several tokens", "prefill")
+# A prefill that splits its keys has a kernel of its own.
+DENSE = (*SEVERAL, "short chunk")
 # Keys of the projection, or of a cache; a single row of a projection is a tensor of its own.
 PROMPTS, SINGLE = ("short prompt", "chunk"), ("decode of one request",)
 MODEL: Arguments = {"heads": 32, "heads_kv": 8, "head_dim": 128, "dtype": torch.bfloat16}
@@ -132,6 +135,8 @@ def scales(s: SimpleNamespace, make: Maker, *names: str, batch: int = 1) -> Argu
 
 def tokens_of(phase: str) -> int:
     """Of a request."""
+    if phase == "short chunk":
+        return min(CHUNK, KEYS)
     if phase in ("prefill", "chunk"):
         return TOKENS
     return 2 if phase in ("short prompt", "several tokens") else 1
@@ -152,7 +157,7 @@ def batch_of(s: SimpleNamespace, phase: str) -> int:
     return 2 if s.layout == "fused" and phase == "decode" else 1
 
 
-@recipe("gqa_dense_fwd", SEVERAL, MODEL | SCORES | ROPE | {"out_dtype": None}, PROMPTS + SINGLE)
+@recipe("gqa_dense_fwd", DENSE, MODEL | SCORES | ROPE | {"out_dtype": None}, PROMPTS + SINGLE)
 def gqa_dense_fwd(s: SimpleNamespace, make: Maker, phase: str) -> Arguments:
     batch = batch_of(s, phase)
     q, k, v = queries_and_keys(s, make, phase, batch)

@@ -3,17 +3,19 @@
 import pytest
 import torch
 
-from ops_registry.accuracy import FORWARD
+from ops_registry.accuracy import FORWARD, LSE
 from ops_registry.contract import CONTRACTS
 from ops_registry.targets import aside
 from tests import checks, poison
 from tests.gpu import draws, random_calls, test_graphs, twins
 from tests.gpu.relength import relengthened
+from tests.tilelang_calls import launch_of
 from tileops import attention, explain
 from tileops.attention import GQADenseFwdOp
 from tileops.kernels.common import tilelang_launch
 
-BF16 = torch.bfloat16
+BF16, F16 = torch.bfloat16, torch.float16
+DENSE = CONTRACTS["gqa_dense_fwd"]
 SERVES = "  builtin/tilelang: serves"
 
 
@@ -180,6 +182,111 @@ def test_values_of_e4m3(rows, out_dtype, options):
     checks.assert_close(first, expected, FORWARD[out_dtype])
     for _ in range(3):
         assert torch.equal(first, op(*given, q_scale, k_scale, v_scale))
+
+
+# ------------------------------------------------------------------------- keys in parts
+
+
+def chunk(rows, keys, *, heads=8, heads_kv=2, dim=128, batch=1, dtype=BF16, **options):
+    """A dense call of few rows over many keys."""
+    generator = torch.Generator("cuda").manual_seed(rows + keys)
+    shapes = ((batch, rows, heads, dim), *[(batch, keys, heads_kv, dim)] * 2)
+    q, k, v = (torch.randn(s, generator=generator, device="cuda").to(dtype) for s in shapes)
+    return DENSE.Call(q, k, v, **options)
+
+
+CHUNKS = [
+    {"rows": 128, "keys": 2048, "heads": 32, "heads_kv": 8},
+    {"rows": 129, "keys": 3001, "heads": 4, "batch": 3, "dtype": F16},
+    {"rows": 150, "keys": 9000, "dim": 64, "heads": 32, "is_causal": False},
+    {"rows": 700, "keys": 700, "heads_kv": 8},  # the first tiles have fewer blocks than parts
+    {"rows": 1500, "keys": 1500, "heads": 1, "heads_kv": 1},
+    {"rows": 300, "keys": 5000, "dim": 64, "softcap": 20.0, "dtype": F16},
+    {"rows": 256, "keys": 5000, "window_size_left": 600},
+    {"rows": 300, "keys": 4000, "dim": 64, "window_size_left": 700, "softcap": 10.0},
+    {
+        "rows": 200, "keys": 3000, "is_causal": False,
+        "window_size_left": 900, "window_size_right": 50,
+    },
+    {"rows": 200, "keys": 3000, "is_causal": False, "window_size_left": 1000},
+    {"rows": 128, "keys": 33_000, "heads": 1, "heads_kv": 1},  # more parts than are joined at once
+]  # fmt: skip
+
+
+def judge_parts(o, lse, call):
+    expected_o, expected_lse = twins.twin(call)
+    checks.assert_close(o, expected_o, FORWARD[call.q.dtype])
+    checks.assert_close(lse, expected_lse, LSE[call.q.dtype], "lse")
+
+
+@pytest.mark.parametrize("given", CHUNKS, ids=range(len(CHUNKS)))
+def test_keys_in_parts(given):
+    call = chunk(**given)
+    assert launch_of(call).args[-2] > 1
+    with poison.memory():
+        results = [DENSE.op(*call) for _ in range(3)]
+    judge_parts(*results[0], call)
+    for o, lse in results[1:]:
+        assert torch.equal(o, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_keys_in_parts_that_nobody_sees(dim):
+    call = chunk(180, 4000, dim=dim, window_size_left=600)
+    assert launch_of(call).args[-2] > 1
+    for x in (call.k, call.v):
+        x[:, : 4000 - 180 - 600] = torch.nan
+    judge_parts(*DENSE.op(*call), call)
+
+
+def test_requests_in_parts_do_not_meet():
+    call = chunk(128, 3000, batch=3)
+    alone = DENSE.op(*call)
+    for x in (call.q, call.k, call.v):
+        x[1] = torch.nan
+    o, lse = DENSE.op(*call)
+    assert torch.equal(o[::2], alone[0][::2]) and torch.equal(lse[::2], alone[1][::2])
+    assert o[1].isnan().all()
+
+
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_sinks_and_keys_in_parts(with_lse):
+    """No operator over dense keys has sinks; the twin is that of one packed request."""
+    from tileops.kernels.common import tilelang_gqa
+    from tileops.kernels.common.triton_gqa import Scores
+
+    rows, keys, heads = 200, 3000, 8
+    call = chunk(rows, keys, heads=heads)
+    sinks = torch.randn(heads, device="cuda")
+    sinks[0], sinks[1] = torch.inf, -torch.inf
+    o = torch.empty_like(call.q)
+    lse = torch.empty(1, heads, rows, device="cuda") if with_lse else None
+    scores = Scores(128**-0.5, True, sinks=sinks)
+    tilelang_gqa.attend(o, lse, call.q, tilelang_gqa.Keys(call.k, call.v), scores)
+    offsets = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (rows, keys)]
+    packed = CONTRACTS["gqa_varlen_fwd"].Call(*(x[0] for x in call[:3]), *offsets, sinks=sinks)
+    expected_o, expected_lse = twins.twin(packed)
+    checks.assert_close(o[0], expected_o, FORWARD[BF16])
+    if lse is not None:
+        checks.assert_close(lse[0], expected_lse, LSE[BF16])
+
+
+def test_replays_of_keys_in_parts():
+    call = chunk(**CHUNKS[0])
+    DENSE.op(*call)
+    graph, static, result = test_graphs.captured(DENSE.op, call)
+    for seed in range(3):
+        other = other_values(call, seed)
+        test_graphs.overwrite(static, other)
+        graph.replay()
+        judge_parts(*result, other)
+
+
+def test_keys_in_parts_leave_the_counter_at_zero():
+    for given in CHUNKS[:4]:
+        DENSE.op(*chunk(**given))
+        torch.cuda.synchronize()
+        assert tilelang_launch.counter(noise(1)[0]).item() == 0
 
 
 def test_replays_on_other_inputs():

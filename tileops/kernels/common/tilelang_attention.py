@@ -21,8 +21,8 @@ MOST = 4096.0  # sum of a thread's weights in a row; beyond it the row's referen
 # Consumer groups -> registers of a thread, in them and in the producer: together at most the
 # 65,536 of a multiprocessor. With fewer the producer spills.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
-# What `equal_tile` and `packed_tile` write of a tile.
-ROW, LIVE, HEAD, REQUEST, SHIFT, LENGTH, FIRST, BLOCKS, KEYS, NUMBERS = range(10)
+# What `equal_tile` and `packed_tile` write of a tile; TARGET: `part_of_tile` alone.
+ROW, LIVE, HEAD, REQUEST, SHIFT, LENGTH, FIRST, BLOCKS, KEYS, TARGET, NUMBERS = range(11)
 LINES = 3  # tiles that are known
 SMALLEST = 2.0**-100  # of what scores are multiplied by
 LEAD = 3  # blocks before the end of a tile's copies the next one is asked for
@@ -40,6 +40,7 @@ def make(
     head_dim: int,
     group: int,
     packed_heads: int = 1,
+    split: bool = False,
     page: int = 0,
     appended: bool = False,
     left: bool = False,
@@ -54,7 +55,7 @@ def make(
     out_dtype: str = "",
 ) -> Any:
     """The kernel of (q, k, v, o, lse, offsets, lengths, table, of_heads, counter, scale, cap,
-    left, right, requests, blocks, tiles, section, CTAs).
+    left, right, requests, blocks, tiles, section, splits, CTAs).
 
     layout: "dense": q, o [B, S_q, H, D]; k, v [B, S_kv, H_kv, D]; lse [B, H, S_q].
         "packed": q, o [T_q, H, D]; k, v [T_kv, H_kv, D]; lse [H, T_q]; request b has the queries
@@ -62,15 +63,17 @@ def make(
         pools [N_kv, H_kv, D] behind table [B, W]; lengths [B] keys, the queries of an `appended`
         request not counted. Other metadata: any tensor of its dtype.
     group: H / H_kv. packed_heads: query heads of one KV head in a tile (not dense).
+    split: dense, each tile in `splits` parts, which share its keys: o [splits * B, S_q, H, D] and
+        lse [splits * B, H, S_q] take part by part what attention to those keys alone gives.
     left, right: whether that window applies, of `left` and `right` keys; causal: right is 0.
     counter [1] int32: zero before a launch, and after it.
     scale: log2(e) / sqrt(D), or the cap times log2(e) with softcap, where cap is
         2 log2(e) / (sqrt(D) cap). of_heads: with `sinks` [H] float32, natural logits; with q and
         k of e4m3 (then v is float16, o of `out_dtype`, D 128, keys not paged) float32
         [2, B, H_kv]: what their scores are multiplied by, and what the values are.
-    requests: B. Dense: blocks of ceil(S_q / (64 consumers)) rows, B * H times as many tiles, in
-        sections of so many of the B * H heads. Else section says whether requests are served
-        together (see `packed_tile`). CTAs: programs that share the tiles.
+    requests: B. Dense: blocks of ceil(S_q / (64 consumers)) rows, B * H times as many tiles
+        (parts of tiles, if split), in sections of so many of the B * H heads. Else section says
+        whether requests are served together (see `packed_tile`). CTAs: programs that share them.
     """
     consumer_regs, producer_regs = REGISTERS[consumers]
     D, G, BN, NW, ST, P = head_dim, group, block_n, consumers, stages, packed_heads
@@ -96,13 +99,14 @@ def make(
         T.dynamic(n)
         for n in ("batch", "seq_q", "seq_kv", "rows_q", "rows_kv", "heads", "heads_kv", "width")
     )
+    TARGETS = T.dynamic("targets") if split else B  # requests of o and lse
     NO, NL, NT, NS, REQUESTS = (
         T.dynamic(n) for n in ("offsets_len", "lengths_len", "tables", "of_heads_len", "scaled")
     )
-    Q_SHAPE, KV_SHAPE, LSE_SHAPE = (
-        ((B, SQ, H, D), (B, SK, HK, D), (B * H, SQ))
+    Q_SHAPE, KV_SHAPE, O_SHAPE, LSE_SHAPE = (
+        ((B, SQ, H, D), (B, SK, HK, D), (TARGETS, SQ, H, D), (TARGETS * H, SQ))
         if DENSE
-        else ((TQ, H, D), (TK, HK, D), (H, TQ))
+        else ((TQ, H, D), (TK, HK, D), (TQ, H, D), (H, TQ))
     )
     OF_HEADS = (H,) if sinks else (2, REQUESTS, HK) if E4M3 else (NS,)
     THREADS = 128 * (NW + 1)
@@ -110,9 +114,14 @@ def make(
 
     @T.macro
     def plan(tile_s, line, number, state, offsets, lengths, requests, blocks, tiles, section,
-             w_left, w_right, more):  # fmt: skip
+             splits, w_left, w_right, more):  # fmt: skip
         """The tile of that number into a line of tile_s; whether there is one."""
-        if DENSE:
+        if split:
+            more[0] = T.call_extern(
+                "bool", f"attn::part_of_tile<{FLAGS}>", T.access_ptr(tile_s[line, 0], "rw"),
+                number, tiles, blocks, section, H, SQ, SK, w_left, w_right, requests, splits,
+            )  # fmt: skip
+        elif DENSE:
             more[0] = T.call_extern(
                 "bool", f"attn::equal_tile<{FLAGS}>", T.access_ptr(tile_s[line, 0], "rw"), number,
                 tiles, blocks, section, H, SQ, SK, w_left, w_right,
@@ -259,11 +268,11 @@ def make(
         first = tile_s[line, ROW]
         live = tile_s[line, LIVE]
         head = tile_s[line, HEAD]
-        b = tile_s[line, REQUEST]
+        b = tile_s[line, TARGET if split else REQUEST]
         factors = T.alloc_local([2], F32)  # of the scores, of the values
         factors[0] = scale
         if E4M3:
-            read_scales(factors, of_heads, b, head, scale)
+            read_scales(factors, of_heads, tile_s[line, REQUEST], head, scale)
         device(
             f"close_rows<{str(sinks).lower()}, {PER}>",
             m.data,
@@ -481,7 +490,7 @@ def make(
         q: T.Tensor(Q_SHAPE, dtype),
         k: T.Tensor(KV_SHAPE, dtype),
         v: T.Tensor(KV_SHAPE, V_DTYPE),
-        o: T.Tensor(Q_SHAPE, O_DTYPE),
+        o: T.Tensor(O_SHAPE, O_DTYPE),
         lse: T.Tensor(LSE_SHAPE if has_lse else (NL,), F32 if has_lse else "int32"),
         offsets: T.Tensor((NO,), "int32"),
         lengths: T.Tensor((NL,), "int32"),
@@ -496,6 +505,7 @@ def make(
         blocks: T.int32,
         tiles: T.int32,
         section: T.int32,
+        splits: T.int32,
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=THREADS) as cta:
@@ -504,7 +514,7 @@ def make(
             k_s = T.alloc_shared((ST, BN, D), dtype)
             v_s = T.alloc_shared((ST, BN, D), V_DTYPE)
             o_s = T.alloc_shared((1, BM, D), O_DTYPE) if E4M3 else q_s  # tiles of o on their way
-            tile_s = T.alloc_shared((LINES, NUMBERS), "int32")
+            tile_s = T.alloc_shared((LINES, NUMBERS if split else TARGET), "int32")
             T.annotate_layout({x: swizzled(x) for x in (q_s, k_s, v_s, o_s)})
             asked = T.alloc_barrier([1])
             tile_full = T.alloc_barrier([32] * LINES)
@@ -536,7 +546,7 @@ def make(
                                 "int32", "attn::next_number", T.access_ptr(counter[0], "rw"), ctas
                             )
                         plan(tile_s, line, number, state, offsets, lengths, requests, blocks,
-                             tiles, section, w_left, w_right, more)  # fmt: skip
+                             tiles, section, splits, w_left, w_right, more)  # fmt: skip
                         if not more[0]:
                             if tx % 32 == 0:
                                 tile_s[line, BLOCKS] = 0

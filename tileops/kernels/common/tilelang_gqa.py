@@ -9,12 +9,14 @@ from torch import Tensor
 from tileops.kernels.common.recorder import machine
 from tileops.kernels.common.tilelang_attention import make
 from tileops.kernels.common.tilelang_launch import counter, launch
-from tileops.kernels.common.triton_gqa import Scores, window_of
+from tileops.kernels.common.triton_gqa import Scores, join, window_of
 
 LOG2E = math.log2(math.e)
 L2_BYTES = 40 * 2**20  # of keys and values that stay in the L2 cache while they are in use
 NARROW = 256  # a left window of fewer keys is cheaper in small blocks
 MOST_PACKED = 16  # heads of a tile: each is a copy of its own
+PART = 256  # keys of the shortest parts: with fewer, joining them takes what they save
+JOINED = 8  # parts joined at a time, by a warp
 
 
 class Keys(NamedTuple):
@@ -55,6 +57,27 @@ def packed_heads(group: int, rows: int) -> int:
     return next(p for p in fitting if rows % p == 0 and rows // p % 8 == 0)
 
 
+def keys_of_a_tile(tokens: int, keys: int, rows: int, window: tuple[int, int]) -> int:
+    """The most of a dense request's keys that a tile of so many rows sees."""
+    left, right = window
+    if left < 0:
+        return keys
+    return min(keys, left + (tokens if right < 0 else min(tokens, rows + right)))
+
+
+def splits_for(tiles: int, keys: int, block_n: int, processors: int) -> int:
+    """Parts that the keys of each tile are walked in, all of them at once.
+
+    keys: of the longest tile, in blocks of block_n.
+    """
+    most = min(processors // tiles, keys // PART)
+    if most < 2:
+        return 1
+    blocks = -(-keys // block_n)
+    longest = -(-blocks // most)
+    return -(-blocks // longest)
+
+
 def attend(
     o: Tensor,
     lse: Tensor | None,
@@ -80,12 +103,16 @@ def attend(
     packed = 1 if offsets is None else packed_heads(group, rows)
     count = counter(q)
     element = 4 * heads_kv * dim  # bytes of a key and its value
+    processors, splits = machine(q).processors, 1
     if offsets is None:
         requests, blocks = q.shape[0], -(-q.shape[1] // rows)
         all_tiles = blocks * requests * heads
         in_l2 = L2_BYTES // (element // heads_kv * k.shape[1]) or 1  # KV heads
         sections = -(-(requests * heads_kv) // in_l2)
         section = -(-(requests * heads_kv) // sections) * group
+        longest = keys_of_a_tile(q.shape[1], k.shape[1], rows, (left, right))
+        splits = splits_for(all_tiles, longest, tiles.block_n, processors)
+        all_tiles *= splits
         offsets = lengths = count
     else:
         assert keys.lengths is not None
@@ -97,7 +124,12 @@ def attend(
     scale, cap = scores.scale * LOG2E, 0.0
     if scores.softcap:
         scale, cap = scores.softcap * LOG2E, 2 * scale / scores.softcap
-    of_heads = count if scores.sinks is None else scores.sinks.contiguous()
+    o_parts, lse_parts, sinks = o, lse, scores.sinks
+    if splits > 1:  # each part of the keys is a request of its own
+        o_parts = o.new_empty((splits * requests, *o.shape[1:]))
+        lse_parts = o.new_empty((splits * requests, heads, q.shape[1]), dtype=torch.float32)
+        sinks = None
+    of_heads = count if sinks is None else sinks.contiguous()
     e4m3 = q.dtype == torch.float8_e4m3fn
     if e4m3:
         assert scores.q_scale is not None and scores.k_scale is not None
@@ -111,8 +143,8 @@ def attend(
             q,
             k,
             v,
-            o,
-            lengths if lse is None else lse.flatten(0, -2),
+            o_parts,
+            lengths if lse_parts is None else lse_parts.flatten(0, -2),
             offsets,
             lengths,
             count[None] if table is None else table,
@@ -126,21 +158,38 @@ def attend(
             blocks,
             all_tiles,
             section,
-            min(machine(q).processors, all_tiles),
+            splits,
+            min(processors, all_tiles),
         ),
         layout=layout,
         dtype=str(q.dtype).removeprefix("torch."),
         head_dim=dim,
         group=group,
         packed_heads=packed,
+        split=splits > 1,
         page=keys.page,
         appended=keys.appended,
         left=left >= 0,
         right=right >= 0,
         causal=right == 0,
         softcap=bool(scores.softcap),
-        sinks=scores.sinks is not None,
-        has_lse=lse is not None,
+        sinks=sinks is not None,
+        has_lse=lse_parts is not None,
         out_dtype=str(o.dtype).removeprefix("torch.") if e4m3 else "",
         **tiles._asdict(),
     )
+    if lse_parts is not None and splits > 1:
+        join(
+            o.flatten(0, 1),
+            lse,
+            o_parts,
+            lse_parts,
+            scores.sinks,
+            requests * q.shape[1],
+            q.shape[1],
+            splits,
+            packed=False,
+            like_lse=True,
+            at_once=JOINED,
+            warps=1,
+        )

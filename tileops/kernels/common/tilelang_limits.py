@@ -26,6 +26,8 @@ DIMS = (64, 128)
 FEWEST = 128  # query rows of a request below which another kernel is faster
 FEWEST_PACKED = 16  # the same of packed requests, whose heads share a tile
 SPLIT_KEYS = 4096  # keys from which on few rows are better served by splitting them
+TILE_ROWS = {64: 192, 128: 128}  # of a dense tile, by head dim, all of one head
+EMPTY = 1 / 4  # of their rows; with more, tiles that heads share are faster
 ALIGNMENT = 16  # bytes, of where the copy engine starts
 MOST_BYTES = 2**31  # of a dense tensor: its strides are 32-bit
 MOST_ROWS = 2**31  # of a packed tensor or a pool: coordinates are 32-bit
@@ -110,7 +112,16 @@ def length_refusal(q: Tensor, keys: Any) -> str | None:
     """Why dense q [B, S_q, H, D] over so many keys is left to another kernel."""
     if isinstance(q.shape[1], int) and q.shape[1] < FEWEST:
         return f"serves {FEWEST} and more query rows of a request, got S_q={q.shape[1]}"
-    return _idle_refusal(q, keys)
+    rows = TILE_ROWS.get(q.shape[-1]) if _is_few(q, keys) else None
+    if rows is None:
+        return None
+    empty = -q.shape[1] % rows
+    if empty <= EMPTY * (q.shape[1] + empty):
+        return None
+    return (
+        f"leaves {empty} of {q.shape[1] + empty} rows of its tiles empty, and "
+        f"{q.shape[:-1].numel()} rows of all heads over {keys} keys want full ones"
+    )
 
 
 def packed_refusal(q: Tensor, offsets: Tensor, keys: Any) -> str | None:
@@ -120,16 +131,19 @@ def packed_refusal(q: Tensor, offsets: Tensor, keys: Any) -> str | None:
         mean = tokens // requests
         if mean < FEWEST_PACKED:
             return f"serves {FEWEST_PACKED} and more query rows a request, got T_q / B={mean}"
-    return _idle_refusal(q, keys)
+    if not _is_few(q, keys):
+        return None
+    rows = q.shape[:-1].numel()
+    return f"does not split packed keys, and {rows} rows of all heads over {keys} keys want that"
 
 
-def _idle_refusal(q: Tensor, keys: Any) -> str | None:
-    rows = q.shape[:-1].numel() if all(isinstance(n, int) for n in q.shape) else None
-    if rows is None or not isinstance(keys, int) or keys <= SPLIT_KEYS:
-        return None
-    if 3 * rows > 128 * machine(q).processors:
-        return None
-    return f"does not split keys, and {rows} rows of all heads over {keys} keys want that"
+def _is_few(q: Tensor, keys: Any) -> bool:
+    """Whether so many keys should be split, to give every multiprocessor some of them."""
+    if not isinstance(keys, int) or keys <= SPLIT_KEYS:
+        return False
+    if not all(isinstance(n, int) for n in q.shape):
+        return False
+    return 3 * q.shape[:-1].numel() <= 128 * machine(q).processors
 
 
 def page_refusal(page: int) -> str | None:

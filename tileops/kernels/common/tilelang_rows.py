@@ -240,7 +240,7 @@ INLINE void close_counter(int *counter, int number, int tiles, int ctas) {
 }
 
 // What a tile is, as the consumers read it from shared memory.
-enum { ROW, LIVE, HEAD, REQUEST, SHIFT, LENGTH, FIRST, BLOCKS, KEYS };
+enum { ROW, LIVE, HEAD, REQUEST, SHIFT, LENGTH, FIRST, BLOCKS, KEYS, TARGET };
 
 // The key blocks that tile rows at positions shift .. shift + PER - 1 see. A tile without keys
 // still runs one block, wholly masked.
@@ -277,6 +277,28 @@ INLINE bool equal_tile(int *tile, int number, int tiles, int blocks, int section
     tile[REQUEST] = request;
     tile[KEYS] = 0;
     place_keys<PER, BN, LEFT, RIGHT>(tile, block * PER + s_kv - s_q, s_kv, left, right);
+  }
+  return true;
+}
+
+// Part `number` of the tiles of equal requests; false past the last one. `tiles` counts parts, of
+// which a tile has `splits`, side by side: each an even share of its key blocks. A part without
+// any runs the block behind the last key, where the copy engine reads zeros and no row sees
+// anything. TARGET: the parts of a request are requests of o and lse, first those of part 0.
+template <int PER, int BN, bool LEFT, bool RIGHT>
+INLINE bool part_of_tile(int *tile, int number, int tiles, int blocks, int section, int heads,
+                            int s_q, int s_kv, int left, int right, int requests, int splits) {
+  unsigned whole = static_cast<unsigned>(number) / splits;
+  if (!equal_tile<PER, BN, LEFT, RIGHT>(tile, whole, static_cast<unsigned>(tiles) / splits, blocks,
+                                        section, heads, s_q, s_kv, left, right)) {
+    return false;
+  }
+  if (threadIdx.x % 32 == 0) {
+    unsigned part = number - whole * splits, count = tile[BLOCKS];
+    unsigned begin = count * part / splits, end = count * (part + 1) / splits;
+    tile[FIRST] = end > begin ? tile[FIRST] + begin : (s_kv + BN - 1) / BN;
+    tile[BLOCKS] = max(1, static_cast<int>(end - begin));
+    tile[TARGET] = part * requests + tile[REQUEST];
   }
   return true;
 }

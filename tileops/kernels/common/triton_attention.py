@@ -486,6 +486,16 @@ def attention_kernel(
         tl.store(partial_lse + part, mass, mask=live)
 
 
+@triton.jit
+def lse_place(token, head, tokens, length_q, PACKED: tl.constexpr, HEADS: tl.constexpr):
+    """Where lse [H, tokens], dense [B, H, S_q], has a row."""
+    if PACKED:
+        place = head * tokens + token
+    else:
+        place = (token // length_q * HEADS + head) * length_q + token % length_q
+    return place
+
+
 @triton.jit(do_not_specialize=["tokens", "length_q", "splits"])
 def combine_kernel(
     partial_o,
@@ -501,29 +511,38 @@ def combine_kernel(
     D: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    LIKE_LSE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """One row of o from partial_o [splits, tokens, HEADS, D] and partial_lse, BLOCK_S at once."""
+    """One row of o from partial_o [splits, tokens, HEADS, D] and partial_lse, BLOCK_S at once.
+
+    partial_lse: base 2 [splits, tokens, HEADS]; if LIKE_LSE natural, each part ordered as lse is.
+    """
     row = tl.program_id(0).to(tl.int64)
     if row >= tokens * HEADS:
         return
     token = row // HEADS
     head = row % HEADS
+    first = row
+    if LIKE_LSE:
+        first = lse_place(token, head, tokens, length_q, PACKED, HEADS)
     column = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], tl.float32)
     top = float("-inf")
     total = 0.0
     for start in range(0, splits, BLOCK_S):
         part = start + tl.arange(0, BLOCK_S)
-        at = part.to(tl.int64) * tokens * HEADS + row
-        logits = tl.load(partial_lse + at, mask=part < splits, other=float("-inf"))
+        before = part.to(tl.int64) * tokens * HEADS
+        logits = tl.load(partial_lse + (before + first), mask=part < splits, other=float("-inf"))
+        if LIKE_LSE:
+            logits *= LOG2E
         new_top = tl.maximum(top, tl.max(logits, 0))
         anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(logits - anchor)
         fade = tl.exp2(top - anchor)
         values = tl.load(
-            partial_o + at[:, None] * D + column[None, :],
+            partial_o + (before + row)[:, None] * D + column[None, :],
             mask=(part < splits)[:, None] & (column < D)[None, :],
             other=0.0,
         )
@@ -536,8 +555,4 @@ def combine_kernel(
     weight, mass = normaliser(top, total, sink, HAS_SINKS)
     tl.store(o + row * D + column, (acc * weight).to(o.dtype.element_ty), mask=column < D)
     if HAS_LSE:
-        if PACKED:
-            tl.store(lse + head * tokens + token, mass * LN2)
-        else:
-            b = token // length_q
-            tl.store(lse + (b * HEADS + head) * length_q + token % length_q, mass * LN2)
+        tl.store(lse + lse_place(token, head, tokens, length_q, PACKED, HEADS), mass * LN2)

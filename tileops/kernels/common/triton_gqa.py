@@ -417,24 +417,50 @@ def _launch(
         return
     # Traced with one split there is nothing to combine: the grid is empty.
     combined = tokens * smaller(splits - 1, 1)
+    join(o, lse, partial_o, partial_lse, sinks, combined, queries.length, splits, packed=packed)
+
+
+def join(
+    o: Tensor,
+    lse: Tensor | None,
+    partial_o: Tensor,
+    partial_lse: Tensor,
+    sinks: Tensor | None,
+    tokens: Any,
+    length: Any,
+    splits: Any,
+    *,
+    packed: bool,
+    like_lse: bool = False,
+    at_once: int = COMBINED,
+    warps: int = 4,
+) -> None:
+    """Fill o [tokens, H, D] and lse, where there is one, from `splits` parts of the keys.
+
+    partial_o [splits, tokens, H, D]; partial_lse [splits, tokens, H] to base 2, or natural
+    logarithms [splits, *lse.shape] (`like_lse`). length: of dense queries.
+    """
+    heads, dim = o.shape[-2:]
+    block_d = padded(dim)
     launch(
         combine_kernel,
-        (combined * heads,),
+        (tokens * heads,),
         partial_o,
         partial_lse,
         o,
         partial_o if lse is None else lse,
         or_other(sinks, partial_o),
-        combined,
-        queries.length,
+        tokens,
+        length,
         splits,
         PACKED=packed,
         HEADS=heads,
         D=dim,
         HAS_SINKS=sinks is not None,
         HAS_LSE=lse is not None,
+        LIKE_LSE=like_lse,
         BLOCK_D=block_d,
-        BLOCK_S=min(COMBINED, 128 * COMBINED // block_d),
-        warps=4,
+        BLOCK_S=min(at_once, 128 * at_once // block_d),
+        warps=warps,
         stages=2,
     )
