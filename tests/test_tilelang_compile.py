@@ -47,7 +47,7 @@ CALLS = {
     "dense-split-window-cap": dense(rows=128, window_size_left=700, softcap=50.0),
     "dense-split-d64": dense(rows=144, keys=4000, batch=1, **D64),
     "dense-d64-window-cap": dense(softcap=50.0, **D64, **WINDOW),
-    "dense-e4m3": dense(rows=4000, dtype=torch.float8_e4m3fn),
+    "dense-e4m3": dense(rows=4000, keys=4000, dtype=torch.float8_e4m3fn),
     "dense-e4m3-split": dense(dtype=torch.float8_e4m3fn),
     "packed-e4m3": packed(dtype=torch.float8_e4m3fn, window_size_left=300),
     "packed": packed(),
