@@ -271,6 +271,19 @@ def test_sinks_and_keys_in_parts(with_lse):
         checks.assert_close(lse[0], expected_lse, LSE[BF16])
 
 
+@pytest.mark.parametrize("out_dtype", [F16, BF16], ids=str)
+def test_keys_of_e4m3_in_parts(out_dtype):
+    """Every part has the scales of its request, not of the place it is written to."""
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in chunk(128, 2500, batch=3)[:3])
+    scales = [torch.rand(3, 2, device="cuda") + 0.1 for _ in range(3)]
+    call = DENSE.Call(q, k, v, *scales, out_dtype=out_dtype)
+    assert launch_of(call).args[-2] > 1
+    o, lse = DENSE.op(*call)
+    expected_o, expected_lse = twins.twin(call)
+    checks.assert_close(o, expected_o, FORWARD[out_dtype])
+    checks.assert_close(lse, expected_lse, LSE[out_dtype], "lse")
+
+
 def test_replays_of_keys_in_parts():
     call = chunk(**CHUNKS[0])
     DENSE.op(*call)
