@@ -7,8 +7,6 @@ a list of all tiles. What the launcher decides is read from the launches that it
 import ctypes
 import itertools
 import random
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -17,12 +15,11 @@ pytest.importorskip("triton")
 pytest.importorskip("tilelang")
 
 from tests import oracle
-from tests.checks import ROOT
+from tests.host_warp import compiled
 from tests.tilelang_calls import appended, dense, launch_of, packed, paged
 from tileops.kernels.common import tilelang_gqa, tilelang_limits
 from tileops.kernels.common.machine import H200
 from tileops.kernels.common.recorder import recording
-from tileops.kernels.common.tilelang_rows import SOURCE
 from tileops.kernels.common.triton_gqa import Scores
 
 # ---------------------------------------------------------------------------------- launcher
@@ -311,11 +308,7 @@ def flags(*values):
 @pytest.fixture(scope="module")
 def device(tmp_path_factory):
     """The device functions of every configuration below, compiled for the host."""
-    if not shutil.which("g++"):
-        pytest.skip("device functions on the host need g++")
     folder = tmp_path_factory.mktemp("warp")
-    rows = SOURCE.replace("asm volatile(", "NO_PTX(").replace("asm(", "NO_PTX(")
-    (folder / "rows.h").write_text(rows)
     text = [SHIM]
     for i, (tokens, block, masks) in enumerate(CONFIGURATIONS):
         text.append(f"EQUAL(equal_{i}, {flags(tokens, block, *masks)})")
@@ -323,14 +316,7 @@ def device(tmp_path_factory):
     for i, (layout, (tokens, block, masks)) in enumerate(PACKED):
         text.append(f"PACKED(packed_{i}, {flags(tokens, block, *masks, *LENGTHS[layout])})")
     text += [f"POOL(pool_{block}_{page}, {block}, {page})" for block, page in PAGES]
-    (folder / "device.cpp").write_text("\n".join(text))
-    subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{ROOT / 'tests'}",
-         f"-I{folder}", "device.cpp", "-o", "device.so"],
-        cwd=folder,
-        check=True,
-    )  # fmt: skip
-    return ctypes.CDLL(str(folder / "device.so"))
+    return compiled("\n".join(text), folder)
 
 
 def ints(values):

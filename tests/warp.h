@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <stdexcept>
 #include <vector>
@@ -115,14 +116,42 @@ static int atomicAdd(int *at, int value) {
   return *at - value;
 }
 
+static float __shfl_xor_sync(unsigned, float value, int mask, int where = __builtin_LINE()) {
+  int bits, got;
+  std::memcpy(&bits, &value, 4);
+  got = meet(bits, where)[threadIdx.x ^ mask];
+  std::memcpy(&value, &got, 4);
+  return value;
+}
+
+static bool __any_sync(unsigned, bool set, int where = __builtin_LINE()) {
+  const int *values = meet(set, where);
+  return std::any_of(values, values + 32, [](int x) { return x != 0; });
+}
+
+static float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
+
+// Two numbers in one register, a in the lower half.
+static unsigned float16s(float a, float b) {
+  _Float16 both[2] = {static_cast<_Float16>(a), static_cast<_Float16>(b)};
+  unsigned y;
+  std::memcpy(&y, both, 4);
+  return y;
+}
+
+static unsigned bfloat16(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+static unsigned bfloat16s(float a, float b) { return bfloat16(a) | bfloat16(b) << 16; }
+
 // Named by functions that no host test calls.
 struct uint4 {
   unsigned x, y, z, w;
 };
 uint4 make_uint4(unsigned, unsigned, unsigned, unsigned);
-float __shfl_xor_sync(unsigned, float, int);
-bool __any_sync(unsigned, bool);
-float __fmaf_rn(float, float, float);
 float __fdividef(float, float);
 float __logf(float);
 unsigned __cvta_generic_to_shared(const void *);

@@ -164,6 +164,15 @@ def test_values(rows, dim, group, is_causal):
         checks.assert_close(op(*given), expected, FORWARD[BF16])
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("growth", [1, 8, 200])
+def test_scores_that_grow_with_the_keys(growth, dim):
+    """Rows move their reference in most blocks; at the end their weights would overflow."""
+    q, k, v = noise(1200, dim=dim)
+    k *= torch.linspace(0, growth, k.shape[1], device="cuda").to(BF16)[:, None, None]
+    judge(OP(q, k, v), (q, k, v))
+
+
 @pytest.mark.parametrize("options", [{}, {"is_causal": False}, {"window_size_left": 200}], ids=str)
 @pytest.mark.parametrize("out_dtype", [torch.float16, BF16], ids=str)
 @pytest.mark.parametrize("rows", [128, 333, 1537])
