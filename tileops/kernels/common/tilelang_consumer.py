@@ -273,8 +273,8 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
         at = (first[0] + n[0]) * BN
         T.mbarrier_wait_parity(k_full[s], (step[0] // ST) % 2)
         T.sync_threads(1 + wg, 256)
-        # Scores of this block; while they are computed and weighed, the values
-        # of the block before, which may belong to the tile before.
+        # Scores of this block; while they are computed and weighed, the values of the block
+        # before, which may belong to the tile before.
         q_at = slot * (Q_TILE // 16) + wg * 512
         T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
         score_product(q_desc, k_desc, acc_s, q_at, s * (K_TILE // 16))
@@ -315,7 +315,7 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
             group_high,
             tx,
         )
-        if SETS == 1:
+        if SETS == 1:  # the product reads p until it is done
             T.wait_wgmma(0)
             T.warpgroup_fence_operand(acc_o, num_regs=O_REGS)
             T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
