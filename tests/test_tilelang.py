@@ -27,6 +27,7 @@ from tests.tilelang_calls import (
     I32,
     appended,
     dense,
+    launch_of,
     meta,
     packed,
     paged,
@@ -163,7 +164,7 @@ REFUSED = [
     (dense(q=ODD), "reads from multiples of 16 bytes, got q between them"),
     (
         dense(v=meta(2, 1 << 22, 2, 128)),
-        "serves tensors of less than 2 GiB, got v of shape [2, 4194304, 2, 128]",
+        "serves tensors of fewer than 2**30 elements, got v of shape [2, 4194304, 2, 128]",
     ),
     (
         paged(k_pages=meta(1 << 25, 64, 2, 128)),
@@ -703,3 +704,19 @@ def test_warmup_compiles_what_serves_other_lengths_too(on_cpu, monkeypatch):
         "prefill": ["triton", "tilelang"],
         "short chunk": ["triton", "tilelang"],
     }
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 64])
+def test_warmup_compiles_kernels_of_whole_and_of_split_keys(heads, dim, compiler):
+    given = {"heads": [heads], "heads_kv": [1], "head_dim": [dim]}
+    for planned in warmup.plan(["gqa_dense_fwd"], given)[-2:]:
+        call = CONTRACTS["gqa_dense_fwd"].Call(*planned.call("meta"))
+        assert launch_of(call).constants["split"] == (planned.phase == "short chunk")
+
+
+def test_scales_of_no_requests_are_of_one(compiler):
+    """Rows behind the last request read them."""
+    call = packed(dtype=E4M3, batch=0)
+    assert refusal(call) is None
+    assert launch_of(call).args[8].shape == (2, 1, 2)

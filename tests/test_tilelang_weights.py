@@ -25,10 +25,10 @@ SHIM = r"""
 constexpr int N = 32;  // scores of a thread in a block of 64 keys
 
 // scores [blocks, 16, 64]; codes [blocks, 32, N / 2], factor and moved [blocks, 32, 2],
-// m and l [32, 2]. False if lanes diverged.
+// inverse and lse [32, 2]. False if lanes diverged.
 template <bool BF16>
 static bool weigh(const float *scores, int blocks, float scale, float most, unsigned *codes,
-                  float *factor, int *moved, float *m, float *l) {
+                  float *factor, int *moved, float *inverse, float *lse) {
   return run_warp([=] {
     int lane = threadIdx.x;
     float own_m[2] = {-INFINITY, -INFINITY}, own_l[2] = {0.f, 0.f}, alpha[2] = {1.f, 1.f};
@@ -46,17 +46,16 @@ static bool weigh(const float *scores, int blocks, float scale, float most, unsi
         moved[(block * 32 + lane) * 2 + h] = any;
       }
     }
-    for (int h = 0; h < 2; ++h) {
-      m[lane * 2 + h] = own_m[h];
-      l[lane * 2 + h] = own_l[h];
-    }
+    attn::close_rows<false, 16>(own_m, own_l, inverse + 2 * lane, lse + 2 * lane, scale,
+                                nullptr, 0);
   });
 }
 
 #define WEIGH(NAME, BF16)                                                                   \
   extern "C" bool NAME(const float *scores, int blocks, float scale, float most,            \
-                       unsigned *codes, float *factor, int *moved, float *m, float *l) {    \
-    return weigh<BF16>(scores, blocks, scale, most, codes, factor, moved, m, l);            \
+                       unsigned *codes, float *factor, int *moved, float *inverse,          \
+                       float *lse) {                                                        \
+    return weigh<BF16>(scores, blocks, scale, most, codes, factor, moved, inverse, lse);    \
   }
 WEIGH(weigh_bfloat16, true)
 WEIGH(weigh_float16, false)
@@ -80,10 +79,12 @@ class Weighed:
         codes = np.zeros((BLOCKS, 32, KEYS // 4), np.uint32)
         factor = np.zeros((BLOCKS, 32, 2), np.float32)
         moved = np.zeros((BLOCKS, 32, 2), np.int32)
-        m, sums = np.zeros((32, 2), np.float32), np.zeros((32, 2), np.float32)
+        inverses, logs = np.zeros((32, 2), np.float32), np.zeros((32, 2), np.float32)
         run = getattr(device, "weigh_" + str(dtype).removeprefix("torch."))
         run.restype = ctypes.c_bool
-        pointers = [x.ctypes.data_as(ctypes.c_void_p) for x in (codes, factor, moved, m, sums)]
+        pointers = [
+            x.ctypes.data_as(ctypes.c_void_p) for x in (codes, factor, moved, inverses, logs)
+        ]
         given = scores.ctypes.data_as(ctypes.c_void_p)
         assert run(given, BLOCKS, ctypes.c_float(SCALE), ctypes.c_float(most), *pointers)
         self.moves = moved[:, 0, 0].astype(bool)
@@ -95,12 +96,10 @@ class Weighed:
             by_row[ROW[:, [0, 2]]] = factor[block]
             weights[:, :block] *= by_row[:, None, None]
             weights[ROW, block, KEY] = x
-        total, reference = np.zeros(ROWS), np.zeros(ROWS)
-        np.add.at(total, ROW[:, [0, 2]], sums.astype(np.float64))
-        reference[ROW[:, [0, 2]]] = m
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self.weights = weights.reshape(ROWS, -1) / total[:, None]
-            self.lse = reference * SCALE * math.log(2) + np.log(total)
+        self.inverse, self.lse = np.zeros(ROWS), np.zeros(ROWS)
+        self.inverse[ROW[:, [0, 2]]] = inverses
+        self.lse[ROW[:, [0, 2]]] = logs
+        self.weights = weights.reshape(ROWS, -1) * self.inverse[:, None]
 
 
 def check(found, scores, dtype, rows=slice(None)):
@@ -172,7 +171,7 @@ def test_rows_that_see_nothing_at_first_or_at_all(dtype, device):
     some = [row for row in range(ROWS) if row % (BLOCKS + 1) < BLOCKS]
     check(found, scores, dtype, some)
     none = [row for row in range(ROWS) if row not in some]
-    assert none and np.isnan(found.weights[none]).all()  # 0 / 0: the sum says so
+    assert none and (found.weights[none] == 0).all()
     assert (found.lse[none] == -np.inf).all()
 
 
@@ -185,3 +184,29 @@ def test_a_row_of_nan_is_its_own(dtype, device):
     rows = [row for row in range(ROWS) if row != 4]
     assert np.isnan(found.weights[4]).all() and np.isnan(found.lse[4])
     assert np.array_equal(found.weights[rows], alone.weights[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1e5, 1e6])
+def test_moves_among_large_scores(size, dtype, device):
+    """What a move multiplies older blocks by is of the products that their weights were of."""
+    scores = noise() + np.float32(size)
+    scores += np.float32(64) * np.arange(BLOCKS, dtype=np.float32)[:, None, None]
+    found = Weighed(device, scores, dtype)
+    assert found.moves[1:].any()
+    # Of the products in float32, of which a row's reference is the largest at a move.
+    products = scores.astype(np.float64) * np.float64(np.float32(SCALE))
+    weights = 2.0 ** (products - products.max((0, 2), keepdims=True))
+    ratio = weights[:-1].sum((0, 2)) / weights[-1].sum(1)
+    got = found.weights.reshape(ROWS, BLOCKS, KEYS)
+    np.testing.assert_allclose(got[:, :-1].sum((1, 2)) / got[:, -1].sum(1), ratio, rtol=5e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_with_any_weight_is_not_empty(dtype, device):
+    """The weight of a large score, 2**(product - product rounded), may be far below 1."""
+    scores = np.full((BLOCKS, ROWS, KEYS), -np.inf, np.float32)
+    scores[0, :, 0] = 1440.0**2 * 128 * (1 + np.arange(ROWS) / ROWS)
+    found = Weighed(device, scores, dtype)
+    assert np.allclose(found.weights[:, 0], 1, atol=2**-7)
+    assert np.isfinite(found.lse).all() and found.inverse.max() > 2

@@ -15,6 +15,7 @@
 
 #define __device__
 #define __forceinline__ inline
+#define __logf std::log
 #define NO_PTX(...) throw std::logic_error("PTX has no meaning on the host")
 
 using std::max;
@@ -129,6 +130,8 @@ static bool __any_sync(unsigned, bool set, int where = __builtin_LINE()) {
   return std::any_of(values, values + 32, [](int x) { return x != 0; });
 }
 
+static float __fdividef(float x, float y) { return x / y; }
+static float __fmul_rn(float x, float y) { return x * y; }
 static float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 
 // Two numbers in one register, a in the lower half.
@@ -152,6 +155,4 @@ struct uint4 {
   unsigned x, y, z, w;
 };
 uint4 make_uint4(unsigned, unsigned, unsigned, unsigned);
-float __fdividef(float, float);
-float __logf(float);
 unsigned __cvta_generic_to_shared(const void *);

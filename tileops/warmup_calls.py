@@ -16,8 +16,9 @@ import torch
 from ops_registry.contract import E4M3
 
 KEYS = 1024  # enough for a machine with idle multiprocessors to split them
-TOKENS = 512  # of a prefill: more rows than the tiles of a decode serve
-CHUNK = 128  # tokens of a chunk whose tiles leave multiprocessors idle if no keys are split
+# Of a prefill: more rows than the tiles of a decode serve, and too few keys for several parts.
+TOKENS = 496
+CHUNK = {64: 192}  # tokens of a chunk whose keys are split, by head dim: a tile of them
 SPLIT_ROWS = 1024  # query rows from which a backward splits its walk over them
 
 
@@ -133,10 +134,10 @@ def scales(s: SimpleNamespace, make: Maker, *names: str, batch: int = 1) -> Argu
     return {n: make.ones(batch, s.heads_kv) for n in names} if s.dtype == E4M3 else {}
 
 
-def tokens_of(phase: str) -> int:
+def tokens_of(s: SimpleNamespace, phase: str) -> int:
     """Of a request."""
     if phase == "short chunk":
-        return min(CHUNK, KEYS)
+        return min(CHUNK.get(s.head_dim, 128), KEYS)
     if phase in ("prefill", "chunk"):
         return TOKENS
     return 2 if phase in ("short prompt", "several tokens") else 1
@@ -146,7 +147,7 @@ def queries_and_keys(
     s: SimpleNamespace, make: Maker, phase: str, *lead: int
 ) -> tuple[torch.Tensor, ...]:
     """q, k and v [*lead, tokens, heads, D]; in prompts k and v are of a projection, like q."""
-    q, k, v = make.qkv(*lead, tokens_of(phase), s=s)
+    q, k, v = make.qkv(*lead, tokens_of(s, phase), s=s)
     if phase not in ("prefill", "short prompt"):
         k, v = (make.zeros(*lead, KEYS, s.heads_kv, s.head_dim, dtype=s.dtype) for _ in "kv")
     return q, k, v
@@ -289,7 +290,7 @@ def gqa_prefill_paged_fwd(s: SimpleNamespace, make: Maker, phase: str) -> Argume
     SINGLE,
 )
 def mha_decode_paged_fwd(s: SimpleNamespace, make: Maker, phase: str) -> Arguments:
-    batch, queries = batch_of(s, phase), tokens_of(phase)
+    batch, queries = batch_of(s, phase), tokens_of(s, phase)
     k, v = (make.zeros(s.page_size, s.heads, s.head_dim, dtype=s.dtype) for _ in "kv")
     return {
         "q": make.heads(batch, queries, heads=[s.heads] * 3, s=s)[0],

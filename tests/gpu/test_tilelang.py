@@ -286,7 +286,8 @@ def test_keys_of_e4m3_in_parts(out_dtype):
     q, k, v = (x.to(torch.float8_e4m3fn) for x in chunk(128, 2500, batch=3)[:3])
     scales = [torch.rand(3, 2, device="cuda") + 0.1 for _ in range(3)]
     call = DENSE.Call(q, k, v, *scales, out_dtype=out_dtype)
-    assert launch_of(call).args[-2] > 1
+    # A part of few weights could leave float16 where the whole does not.
+    assert (launch_of(call).args[-2] > 1) == (out_dtype == BF16)
     o, lse = DENSE.op(*call)
     expected_o, expected_lse = twins.twin(call)
     checks.assert_close(o, expected_o, FORWARD[out_dtype])

@@ -111,15 +111,19 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
                 T.sync_threads(8 + wg, 128)
 
     @T.macro
-    def read_scales(factors, of_heads, b, head, scale):
+    def read_scales(factors, of_heads, tile_s, line, scale):
         """What the scores and the values of a tile are multiplied by. Never zero: a score that
-        is not seen stays -inf. A tile behind the last request has that one's."""
-        request = T.min(b, REQUESTS - 1)
-        kv_head = T.truncdiv(head * P, G)
-        factors[0] = scale * of_heads[0, request, kv_head]
+        is not seen stays -inf. Those of a request without keys, and of rows behind the last
+        request, are not looked at: a NaN of them would be the rows'."""
+        request = T.min(tile_s[line, REQUEST], REQUESTS - 1)
+        kv_head = T.truncdiv(tile_s[line, HEAD] * P, G)
+        factors[0] = scale
+        factors[1] = 1
+        if tile_s[line, LENGTH] > 0:
+            factors[0] = scale * of_heads[0, request, kv_head]
+            factors[1] = of_heads[1, request, kv_head]
         if T.abs(factors[0]) < SMALLEST:
             factors[0] = SMALLEST
-        factors[1] = of_heads[1, request, kv_head]
 
     @T.macro
     def store_tile(
@@ -140,7 +144,7 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
         factors = T.alloc_local([2], F32)  # of the scores, of the values
         factors[0] = scale
         if E4M3:
-            read_scales(factors, of_heads, tile_s[line, REQUEST], head, scale)
+            read_scales(factors, of_heads, tile_s, line, scale)
         device(
             f"close_rows<{str(sinks).lower()}, {PER}>",
             m.data,
@@ -153,7 +157,8 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
         )
         if E4M3:
             for e in T.unroll(2):
-                inverse[e] = inverse[e] * factors[1]
+                if inverse[e] != 0:  # of a row that sees something
+                    inverse[e] = inverse[e] * factors[1]
         device(f"scale_rows<{O_REGS}>", acc.data, inverse.data)
         device(f"pack<{O_REGS}, {O_BF16}>", acc.data, out.data)
         device(f"put_tile<{D}, {Q_PANEL}>", out.data, T.access_ptr(o_s[slot, wg * 64, 0], "r"))
@@ -266,7 +271,7 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
             shift[0] = tile_s[line, SHIFT]
             length[0] = tile_s[line, LENGTH]
             if E4M3:
-                read_scales(factors, of_heads, tile_s[line, REQUEST], tile_s[line, HEAD], scale)
+                read_scales(factors, of_heads, tile_s, line, scale)
         slot = i[0] % 2
         s = u if SETS == ST == 2 else step[0] % ST
         r = 1 - u if SETS == ST == 2 else (step[0] + ST - 1) % ST

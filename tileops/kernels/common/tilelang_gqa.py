@@ -102,7 +102,8 @@ def attend(
     rows = 64 * tiles.consumers
     packed = 1 if offsets is None else packed_heads(group, rows)
     count = counter(q)
-    element = 4 * heads_kv * dim  # bytes of a key and its value
+    e4m3 = q.dtype == torch.float8_e4m3fn
+    element = (k.dtype.itemsize + 2) * heads_kv * dim  # bytes of a key and its value
     processors, splits = machine(q).processors, 1
     if offsets is None:
         requests, blocks = q.shape[0], -(-q.shape[1] // rows)
@@ -111,7 +112,8 @@ def attend(
         sections = -(-(requests * heads_kv) // in_l2)
         section = -(-(requests * heads_kv) // sections) * group
         longest = keys_of_a_tile(q.shape[1], k.shape[1], rows, (left, right))
-        splits = splits_for(all_tiles, longest, tiles.block_n, processors)
+        if not (e4m3 and o.dtype == torch.float16):  # which a part may leave and the whole not
+            splits = splits_for(all_tiles, longest, tiles.block_n, processors)
         all_tiles *= splits
         offsets = lengths = count
     else:
@@ -130,7 +132,6 @@ def attend(
         lse_parts = o.new_empty((splits * requests, heads, q.shape[1]), dtype=torch.float32)
         sinks = None
     of_heads = count if sinks is None else sinks.contiguous()
-    e4m3 = q.dtype == torch.float8_e4m3fn
     if e4m3:
         assert scores.q_scale is not None and scores.k_scale is not None
         assert scores.v_scale is not None

@@ -29,7 +29,7 @@ SPLIT_KEYS = 4096  # keys from which on few rows are better served by splitting 
 TILE_ROWS = {64: 192, 128: 128}  # of a dense tile, by head dim, all of one head
 EMPTY = 1 / 4  # of their rows; with more, tiles that heads share are faster
 ALIGNMENT = 16  # bytes, of where the copy engine starts
-MOST_BYTES = 2**31  # of a dense tensor: its strides are 32-bit
+MOST_ELEMENTS = 2**30  # of a dense tensor: its strides are 32-bit, in bytes of 16-bit numbers
 MOST_ROWS = 2**31  # of a packed tensor or a pool: coordinates are 32-bit
 SCALES = 2.0**-60, 2.0**60  # between them nothing of a finite call leaves float32
 CAPS = 1e-3, 1e3  # of a softcap: tanh is off by 1e-7, a logit by so many times that
@@ -97,8 +97,8 @@ def _problem(
     elements = x.numel()
     if not elements:
         return f"serves no empty tensors, got {name} of shape {list(x.shape)}"
-    if x.dim() == 4 and not pools and 2 * elements >= MOST_BYTES:  # v of e4m3 is widened
-        return f"serves tensors of less than 2 GiB, got {name} of shape {list(x.shape)}"
+    if x.dim() == 4 and not pools and elements >= MOST_ELEMENTS:
+        return f"serves tensors of fewer than 2**30 elements, got {name} of shape {list(x.shape)}"
     if elements // (x.shape[-1] * x.shape[-2]) >= MOST_ROWS:
         return f"serves fewer than 2**31 rows, got {name} of shape {list(x.shape)}"
     if not x.is_contiguous():

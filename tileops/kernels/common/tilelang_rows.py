@@ -148,7 +148,8 @@ template <int N, bool BF16, int AT> INLINE bool weigh(const float *s, float *m, 
       bool moves = votes >> (threadIdx.x & 28) & 15;
       float to = moves ? top[h] : m[h];
       float safe = to == -INFINITY ? 0.f : to;
-      alpha[h] = exp2_fast((m[h] - safe) * scale);
+      // Of the products as they were rounded for the weights.
+      alpha[h] = exp2_fast(__fmul_rn(m[h], scale) - __fmul_rn(safe, scale));
       l[h] *= alpha[h];
       m[h] = to;
     }
@@ -188,9 +189,9 @@ template <int N> INLINE void scale_rows(float *o, const float *alpha) {
   }
 }
 
-// Sums over the four threads of a row, the inverse of each and the natural log-sum-exp. The
-// reference is a score of the row, so that a sum is at least 1; a row without keys gives 0 and
-// -inf. sinks: those of the tile's heads; they count in the inverse alone.
+// Sums over the four threads of a row, the inverse of each and the natural log-sum-exp. A row
+// without keys has no weight but zeros, and gives 0 and -inf. sinks: those of the tile's heads;
+// they count in the inverse alone.
 template <bool SINKS, int PER> INLINE void close_rows(const float *m, const float *l,
                                                          float *inverse, float *lse, float scale,
                                                          const float *sinks, int wg) {
@@ -198,7 +199,7 @@ template <bool SINKS, int PER> INLINE void close_rows(const float *m, const floa
   for (int h = 0; h < 2; ++h) {
     float sum = l[h] + __shfl_xor_sync(0xffffffffu, l[h], 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    bool empty = sum <= 0.5f;
+    bool empty = sum == 0.f;
     lse[h] = empty ? -INFINITY : m[h] * scale * 0.693147180559945f + __logf(sum);
     inverse[h] = empty ? 0.f : __fdividef(1.f, sum);
     if (SINKS) {

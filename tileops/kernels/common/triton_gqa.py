@@ -112,6 +112,13 @@ class Scores(NamedTuple):
     neox: bool = True
 
 
+def _some(scale: Tensor | None) -> Tensor | None:
+    """Scales [B, H_kv], or of one request where there are none: rows behind the last read them."""
+    if scale is None or type(scale.shape[0]) is not int or scale.shape[0] > 0:
+        return scale
+    return scale.new_ones((1, *scale.shape[1:]))
+
+
 def scores_of(call: Any, tables: bool = False) -> Scores:
     """The options of a call with windows, softcap and caller-given rotary tables.
 
@@ -124,7 +131,8 @@ def scores_of(call: Any, tables: bool = False) -> Scores:
         call.window_size_left,
         call.window_size_right,
         call.softcap,
-        **{name: getattr(call, name, None) for name in ("q_scale", "k_scale", "v_scale", "sinks")},
+        **{name: _some(getattr(call, name, None)) for name in ("q_scale", "k_scale", "v_scale")},
+        sinks=getattr(call, "sinks", None),
         cos=call.rope_cos if rotates else None,
         sin=call.rope_sin if rotates else None,
         rotary=(call.rotary_dim or call.q.shape[-1]) if rotates else 0,
