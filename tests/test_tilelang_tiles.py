@@ -58,12 +58,6 @@ class Asked:
         self.constants = launch.constants
 
 
-@pytest.fixture
-def compiler(monkeypatch):
-    monkeypatch.setattr(tilelang_limits, "_missing", lambda: None)
-    monkeypatch.setattr(tilelang_limits, "_broken", None)
-
-
 def test_dense_tiles(compiler):
     found = Asked(dense(batch=3, rows=300, heads=8))
     assert found.constants["consumers"] == 2
