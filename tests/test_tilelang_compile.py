@@ -7,24 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-tilelang = pytest.importorskip("tilelang")
+pytest.importorskip("triton")
+pytest.importorskip("tilelang")
 
-# Below, as all of it needs the two.
-from tilelang import tvm  # noqa: E402  see above
-from tilelang.contrib import nvcc  # noqa: E402  see above
+import tilelang
+import triton
+from tilelang import tvm
+from tilelang.contrib import nvcc
 
-from tests.tilelang_calls import (  # noqa: E402  see above
-    F32,
-    appended,
-    dense,
-    launch_of,
-    meta,
-    packed,
-    paged,
-)
-from tileops.kernels.common import tilelang_limits  # noqa: E402  see above
-from tileops.kernels.common.tilelang_launch import PASSES, TARGET  # noqa: E402  see above
+from tests.tilelang_calls import F32, appended, dense, launch_of, meta, packed, paged
+from tileops.kernels.common import tilelang_limits
+from tileops.kernels.common.tilelang_launch import PASSES, TARGET
 
 pytestmark = pytest.mark.aot
 OPTIONS = ("-std=c++17", "-O3", "-cubin", "-arch=sm_90a", "--expt-relaxed-constexpr")
@@ -129,12 +122,13 @@ def overwritten(cubin):
     A values product reads its weights from registers until it is done. The assembler takes them
     for free as soon as it is issued.
     """
-    read, found = set(), []
+    read, found, products = set(), [], 0
     for operation, operands in instructions(cubin):
         target = re.fullmatch(r"R(\d+)", operands[0])
         if operation.startswith("HGMMA"):
             weights = re.fullmatch(r"R(\d+)", operands[1])
             if weights:
+                products += 1
                 read.update(range(int(weights[1]), int(weights[1]) + 4))
         elif operation.startswith("WARPGROUP.DEPBAR") and operands[-1] == "0x0":
             read.clear()
@@ -142,4 +136,5 @@ def overwritten(cubin):
             wide = 4 if ".128" in operation else 2 if re.search(r"64|WIDE|CS2R", operation) else 1
             if read.intersection(range(int(target[1]), int(target[1]) + wide)):
                 found.append((operation, operands))
+    assert products > 0
     return found
