@@ -189,9 +189,8 @@ def make(**options: Any) -> Any:
             q_s = T.alloc_shared((2, BM, D), dtype)
             k_s = T.alloc_shared((ST, BN, D), dtype)
             v_s = T.alloc_shared((ST, BN, D), config.v_dtype)
-            o_s = (
-                T.alloc_shared((1, BM, D), config.o_dtype) if E4M3 else q_s
-            )  # tiles of o on their way
+            # Tiles of o on their way.
+            o_s = T.alloc_shared((1, BM, D), config.o_dtype) if E4M3 else q_s
             tile_s = T.alloc_shared((LINES, NUMBERS if split else TARGET), "int32")
             T.annotate_layout({x: swizzled(x) for x in (q_s, k_s, v_s, o_s)})
             asked = T.alloc_barrier([1])
