@@ -88,7 +88,7 @@ def make(**options: Any) -> Any:
     OF_HEADS = (H,) if sinks else (2, REQUESTS, HK) if E4M3 else (NS,)
     THREADS = 128 * (NW + 1)
     FLAGS = f"{PER}, {BN}, {FLAG[config.left]}, {FLAG[config.right]}"
-    take_block, finish = consumer(config, Sizes(SQ, TQ, H, REQUESTS))
+    take_block, finish = consumer(config, Sizes(SQ, TQ, H))
 
     @T.macro
     def plan(tile_s, line, number, state, offsets, lengths, requests, blocks, tiles, section,

@@ -26,12 +26,11 @@ SMALLEST = 2.0**-100  # of what scores are multiplied by
 
 
 class Sizes(NamedTuple):
-    """Sizes of the tensors that consumers address: S_q, T_q, H, requests that have scales."""
+    """Sizes of the tensors that consumers address: S_q, T_q, H."""
 
     seq_q: Any
     rows_q: Any
     heads: Any
-    scaled: Any
 
 
 def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
@@ -49,7 +48,7 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
     Q_TILE, K_TILE, V_TILE = config.block_m * D * BYTES, BN * D * BYTES, BN * D * 2
     KIND = "bf16" if config.v_dtype == "bfloat16" else "fp16"
     BF16, O_BF16 = (str(x == "bfloat16").lower() for x in (config.v_dtype, config.o_dtype))
-    SQ, TQ, H, REQUESTS = sizes
+    SQ, TQ, H = sizes
 
     @T.macro
     def score_product(q_desc, k_desc, acc, q_at, k_at):
@@ -115,13 +114,12 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
         """What the scores and the values of a tile are multiplied by. Never zero: a score that
         is not seen stays -inf. Those of a request without keys, and of rows behind the last
         request, are not looked at: a NaN of them would be the rows'."""
-        request = T.min(tile_s[line, REQUEST], REQUESTS - 1)
         kv_head = T.truncdiv(tile_s[line, HEAD] * P, G)
         factors[0] = scale
         factors[1] = 1
         if tile_s[line, LENGTH] > 0:
-            factors[0] = scale * of_heads[0, request, kv_head]
-            factors[1] = of_heads[1, request, kv_head]
+            factors[0] = scale * of_heads[0, tile_s[line, REQUEST], kv_head]
+            factors[1] = of_heads[1, tile_s[line, REQUEST], kv_head]
         if T.abs(factors[0]) < SMALLEST:
             factors[0] = SMALLEST
 
