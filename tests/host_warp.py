@@ -11,6 +11,7 @@ from tileops.kernels.common.tilelang_rows import SOURCE
 
 # What an instruction means, where a host test gets to it; any other throws.
 MEANINGS = {
+    'asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));': "x = threadIdx.x;",
     'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = std::exp2(x);",
     'asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));': "y = bfloat16s(a, b);",
     'asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));': "y = float16s(a, b);",

@@ -54,6 +54,9 @@ SERVED = {
         dense(rows=129, keys=4096),
         dense(rows=144, dim=64, keys=100_000),
         dense(rows=191, heads=15, keys=4097),
+        dense(dim=256, softcap=50.0, window_size_left=4095),
+        dense(k=meta(2, 900, 4, 128)[:, :, ::2], v=meta(2, 2, 900, 128).transpose(1, 2)),
+        dense(batch=1, q=meta(1, 300, 8, 128).as_strided((1, 300, 8, 128), (1, 1024, 128, 1))),
     ],
     "gqa_varlen_fwd": [
         packed(rows=705, keys=4097),
@@ -66,6 +69,8 @@ SERVED = {
         *[paged(page=page) for page in (8, 16, 32, 64, 128, 256, 384)],
         paged(sinks=meta(8, dtype=F32), window_size_left=127, softcap=50.0),
         paged(pages=1 << 20),  # 32 GiB
+        paged(dim=256, page=8),
+        paged(**dict(zip(("k_pages", "v_pages"), meta(50, 2, 64, 2, 128).unbind(1), strict=True))),
     ],
     "gqa_prefill_paged_fwd": [
         appended(page=8, dtype=torch.float16, is_causal=False, softcap=1.0),
@@ -99,6 +104,7 @@ FEW = "serves 16 and more query rows a request, got T_q / B="
 PAGES = "serves pages of 8, 16, 32, 64 or a multiple of 128 rows, got"
 SPLIT, KEYS = "does not split packed keys, and", "keys want that"
 HALF = "serves float16 and bfloat16, got"
+STRIDES = "reads dense rows at strides of multiples of 16 bytes, got "
 BYTES = "serves float8_e4m3fn without softcap, rotation and sinks"
 REFUSED = [
     (dense(rows=127), "serves 128 and more query rows of a request, got S_q=127"),
@@ -124,8 +130,8 @@ REFUSED = [
         appended(rows=704, page=8, block_table=meta(3, 513, dtype=I32)),
         f"{SPLIT} 5632 rows of all heads over 4104 {KEYS}",
     ),
-    (dense(dim=96), "serves head dims of 64 and 128 columns, got D=96"),
-    (packed(dim=256), "serves head dims of 64 and 128 columns, got D=256"),
+    (dense(dim=96), "serves head dims of 64, 128 and 256 columns, got D=96"),
+    (packed(dim=512), "serves head dims of 64, 128 and 256 columns, got D=512"),
     *[(paged(page=page), f"{PAGES} {page}") for page in (1, 4, 24, 48, 96, 192)],
     (appended(page=20), f"{PAGES} 20"),
     (paged(**ROPE), "does not rotate the keys of a cache, got pos_encoding_mode='rope'"),
@@ -150,12 +156,20 @@ REFUSED = [
     (packed(batch=0, keys=0), "serves no empty tensors, got k of shape [0, 2, 128]"),
     (paged(pages=0), "serves no empty tensors, got k_pages of shape [0, 64, 2, 128]"),
     (
-        dense(k=meta(2, 900, 4, 128)[:, :, ::2]),
-        "reads contiguous tensors, got k with strides (460800, 512, 256, 1)",
+        dense(k=meta(2, 900, 2, 129)[..., :128]),
+        f"{STRIDES}k with strides (232200, 258, 129, 1)",
     ),
     (
-        paged(v_pages=meta(50, 64, 4, 128)[:, :, :2]),
-        "reads contiguous tensors, got v_pages with strides (32768, 512, 128, 1)",
+        dense(k=meta(2, 900, 2, 256)[..., ::2]),
+        f"{STRIDES}k with strides (460800, 512, 256, 2)",
+    ),
+    (
+        dense(v=meta(2, 900, 1, 128).expand(-1, -1, 2, -1)),
+        f"{STRIDES}v with strides (115200, 128, 0, 1)",
+    ),
+    (
+        paged(v_pages=meta(50, 64, 257)[..., 1:].unflatten(-1, (2, 128))),
+        f"{STRIDES}v_pages with strides (16448, 257, 128, 1)",
     ),
     (dense(q=ODD), "reads from multiples of 16 bytes, got q between them"),
     (
@@ -380,7 +394,9 @@ def test_compiled_into_the_graph_for_what_else_is_known(on_cpu):
     assert not is_whole("gqa_dense_fwd", rows=127)
     given = zeros("gqa_dense_fwd")
     apart = given.k.transpose(1, 2).contiguous().transpose(1, 2)
-    assert not is_whole("gqa_dense_fwd", call=given._replace(k=apart))
+    assert is_whole("gqa_dense_fwd", call=given._replace(k=apart))
+    shared = given.k[:, :, :1].expand(-1, -1, given.k.shape[2], -1)
+    assert not is_whole("gqa_dense_fwd", call=given._replace(k=shared))
     assert not is_whole("gqa_paged_fwd", page=24)
     assert not is_whole("gqa_prefill_paged_fwd", page=24)
 

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.aot
 OPTIONS = ("-std=c++17", "-O3", "-cubin", "-arch=sm_90a", "--expt-relaxed-constexpr")
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 CODE = 128 * 1024  # bytes of a cubin: an unrolled loop once made 750 KiB of it
+D256 = {"dim": 256}
 D64 = {"dim": 64, "heads": 64, "heads_kv": 8}
 MANY = {"batch": 8}  # requests, whose tiles keep all multiprocessors busy
 FULL = {"is_causal": False}
@@ -53,8 +54,15 @@ CALLS = {
     "paged-d64-window-sinks": paged(**D64, **WINDOW, **SINKS),
     "paged-d64-all": paged(window_size_left=500, softcap=50.0, **D64, **SINKS),
     "appended": appended(),
+    "dense-d256-window-cap": dense(window_size_left=300, softcap=50.0, **D256, **MANY),
+    "dense-d256-split": dense(rows=128, **D256),
+    "packed-d256-full": packed(**D256, **FULL),
+    "paged-16-d256": paged(page=16, **D256),
+    "paged-64-d256-sinks": paged(sinks=meta(8, dtype=F32), **D256),
 }
-SPILLS = {"paged-d64-all": 32}  # bytes of stores, and of loads
+# Bytes of stores, and of loads: what a tile is, read a few times a block.
+WIDE = ("dense-d256-window-cap", "dense-d256-split", "packed-d256-full", "paged-16-d256")
+SPILLS = {"paged-d64-all": 32, **dict.fromkeys(WIDE, 60)}
 
 
 def source(launch):

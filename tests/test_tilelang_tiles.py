@@ -37,7 +37,7 @@ def test_heads_that_share_a_tile(group):
     assert found == HEADS[group]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("left", [-1, 0, 255, 256, 5000])
 def test_a_block_is_whole_pages_or_inside_one(dim, left):
     served = [page for page in range(1, 2049) if tilelang_limits.page_refusal(page) is None]
@@ -68,7 +68,7 @@ def test_dense_tiles(compiler):
 
 
 def test_rows_of_dense_tiles_are_those_that_refusals_know():
-    for dim, left in itertools.product((64, 128), (-1, 0, 5000)):
+    for dim, left in itertools.product((64, 128, 256), (-1, 0, 5000)):
         consumers = tilelang_gqa.tiles_for(dim, "dense", 0, left).consumers
         assert tilelang_limits.TILE_ROWS[dim] == 64 * consumers
 
@@ -289,7 +289,7 @@ static int launch(const Find &find, int ctas, int tiles, int *counter, int *foun
                       int beyond, int *found) {                                              \
     return run_warp([&] {                                                                    \
       found[threadIdx.x] =                                                                   \
-          attn::pool_row<__VA_ARGS__>(table, width, request, n, length, beyond);             \
+          attn::page_of<__VA_ARGS__>(table, width, request, n, length, beyond);              \
     });                                                                                      \
   }
 """
@@ -459,8 +459,8 @@ def test_tiles_of_packed_requests(index, device):
 
 
 @pytest.mark.parametrize("block, page", PAGES)
-def test_rows_of_pages(block, page, device):
-    """Each lane has the row of its page; behind the keys or the table it is behind the pool."""
+def test_pages_of_blocks(block, page, device):
+    """Each lane has its page; behind the keys or the table that is behind the pool."""
     rng = random.Random(0)
     for _ in range(20):
         width, requests, beyond = rng.randint(1, 12), 3, 10**6
@@ -476,5 +476,5 @@ def test_rows_of_pages(block, page, device):
             key = n * block + lane * page
             at = beyond
             if key < min(length, width * page):
-                at = table[request * width + key // page] * page + key % page
+                at = table[request * width + key // page]
             assert found[lane] == at

@@ -117,7 +117,8 @@ static int atomicAdd(int *at, int value) {
   return *at - value;
 }
 
-static float __shfl_xor_sync(unsigned, float value, int mask, int where = __builtin_LINE()) {
+template <typename T>
+static T __shfl_xor_sync(unsigned, T value, int mask, int where = __builtin_LINE()) {
   int bits, got;
   std::memcpy(&bits, &value, 4);
   got = meet(bits, where)[threadIdx.x ^ mask];
@@ -150,9 +151,10 @@ static unsigned bfloat16(float x) {
 
 static unsigned bfloat16s(float a, float b) { return bfloat16(a) | bfloat16(b) << 16; }
 
-// Named by functions that no host test calls.
 struct uint4 {
   unsigned x, y, z, w;
 };
-uint4 make_uint4(unsigned, unsigned, unsigned, unsigned);
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+// Named by functions that no host test calls.
 unsigned __cvta_generic_to_shared(const void *);

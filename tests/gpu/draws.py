@@ -140,17 +140,20 @@ def on_hopper(op: str, key: Key) -> bool:
     rotated = op == "gqa_paged_fwd" and "pos_encoding_mode" in key
     fp8 = E4M3 in (key["dtype"], key.get("pool"), key.get("cache_dtype"))
     pages = page % 128 == 0 or page in (8, 16, 32, 64)
-    return key["dim"] in (64, 128) and pages and not rotated and not fp8
+    return key["dim"] in (64, 128, 256) and pages and not rotated and not fp8
 
 
 def draw_call(op: str, key: Key, draw: Draw) -> Any:
-    """A call of the operator; its read-only tensors start off a boundary if the key says so."""
+    """A call of the operator; its read-only tensors start off a boundary if the key says so, and
+    are parts of wider ones in some of the long calls."""
     contract = CONTRACTS[op]
     built = CALLS[op](_Names(key), draw)
-    if key["misaligned"]:
-        for name, spec in contract.tensors.items():
-            if built.get(name) is not None and not spec.mutated:
-                built[name] = misaligned(built[name])
+    move = misaligned if key["misaligned"] else None
+    if move is None and key.get("long") and draw.rng.random() < 0.3:
+        move = part_of_wider
+    for name, spec in contract.tensors.items():
+        if move and built.get(name) is not None and not spec.mutated:
+            built[name] = move(built[name])
     return contract.Call(**built)
 
 
@@ -171,6 +174,14 @@ def misaligned(x: Tensor) -> Tensor:
     room = x.new_zeros(x.numel() + 1)
     there = room[1:].view(x.shape)
     return there.copy_(x)
+
+
+def part_of_wider(x: Tensor) -> Tensor:
+    """The same values of a tensor [..., H, D], as if projected together with other heads."""
+    if x.dim() < 3:
+        return x
+    room = x.new_zeros((*x.shape[:-2], x.shape[-2] + 3, x.shape[-1]))
+    return room[..., 1:-2, :].copy_(x)
 
 
 # ------------------------------------------------------------------------------------ keys

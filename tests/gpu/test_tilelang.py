@@ -153,7 +153,7 @@ def kernel(request):
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("dim, group", [(64, 8), (64, 1), (128, 4), (128, 3)])
+@pytest.mark.parametrize("dim, group", [(64, 8), (64, 1), (128, 4), (128, 3), (256, 2), (256, 1)])
 @pytest.mark.parametrize("rows", [128, 129, 255, 640, 1537])
 def test_values(rows, dim, group, is_causal):
     op = GQADenseFwdOp(is_causal=is_causal)
@@ -164,7 +164,7 @@ def test_values(rows, dim, group, is_causal):
         checks.assert_close(op(*given), expected, FORWARD[BF16])
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("growth", [1, 8, 200])
 def test_scores_that_grow_with_the_keys(growth, dim):
     """Rows move their reference in most blocks; at the end their weights would overflow."""
@@ -213,6 +213,7 @@ CHUNKS = [
     {"rows": 300, "keys": 5000, "dim": 64, "softcap": 20.0, "dtype": F16},
     {"rows": 256, "keys": 5000, "window_size_left": 600},
     {"rows": 300, "keys": 4000, "dim": 64, "window_size_left": 700, "softcap": 10.0},
+    {"rows": 300, "keys": 4000, "dim": 256, "window_size_left": 700, "softcap": 10.0},
     {
         "rows": 200, "keys": 3000, "is_causal": False,
         "window_size_left": 900, "window_size_right": 50,
@@ -239,7 +240,7 @@ def test_keys_in_parts(given):
         assert torch.equal(o, results[0][0]) and torch.equal(lse, results[0][1])
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_keys_in_parts_that_nobody_sees(dim):
     call = chunk(180, 4000, dim=dim, window_size_left=600)
     assert launch_of(call).args[-2] > 1

@@ -9,7 +9,6 @@ of another are computed. The design and what each part brought: `docs/design/hop
 from typing import Any
 
 import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout as swizzled
 
 from tileops.kernels.common.tilelang_config import (
     BLOCKS,
@@ -18,9 +17,7 @@ from tileops.kernels.common.tilelang_config import (
     HEAD,
     KEYS,
     LENGTH,
-    LINES,
     NUMBERS,
-    PANEL,
     REGISTERS,
     REQUEST,
     ROW,
@@ -29,6 +26,7 @@ from tileops.kernels.common.tilelang_config import (
     device,
 )
 from tileops.kernels.common.tilelang_consumer import Sizes, consumer
+from tileops.kernels.common.tilelang_copies import copies, panels, strided
 from tileops.kernels.common.tilelang_rows import SOURCE
 
 SWIZZLE_128B = 1
@@ -44,8 +42,8 @@ def make(**options: Any) -> Any:
     layout: "dense": q, o [B, S_q, H, D]; k, v [B, S_kv, H_kv, D]; lse [B, H, S_q].
         "packed": q, o [T_q, H, D]; k, v [T_kv, H_kv, D]; lse [H, T_q]; request b has the queries
         offsets[b] to offsets[b + 1] and the keys lengths[b] to lengths[b + 1]. "paged": k, v are
-        pools [N_kv, H_kv, D] behind table [B, W]; lengths [B] keys, the queries of an `appended`
-        request not counted. Other metadata: any tensor of its dtype.
+        pools [N, page, H_kv, D] behind table [B, W]; lengths [B] keys, the queries of an
+        `appended` request not counted. Other metadata: any tensor of its dtype.
     group: H / H_kv. packed_heads: query heads of one KV head in a tile (not dense).
     split: dense, each tile in `splits` parts, which share its keys: o [splits * B, S_q, H, D] and
         lse [splits * B, H, S_q] take part by part what attention to those keys alone gives.
@@ -69,13 +67,14 @@ def make(**options: Any) -> Any:
     DENSE, PAGED, E4M3, split = config.dense, config.paged, config.e4m3, config.split
     dtype, sinks, has_lse = config.dtype, config.sinks, config.has_lse
     S_REGS, O_REGS, P_REGS = config.s_registers, config.o_registers, config.p_registers
-    SETS, BYTES = config.sets, config.element
+    SETS, QS, LINES = config.sets, config.q_slots, config.lines
     PAGE = config.page or BN
-    PIECE = min(BN, PAGE)  # rows of one copy from a pool
-    B, SQ, SK, TQ, TK, H, HK, W = (
+    B, SQ, SK, TQ, TK, N, H, HK, W = (
         T.dynamic(n)
-        for n in ("batch", "seq_q", "seq_kv", "rows_q", "rows_kv", "heads", "heads_kv", "width")
-    )
+        for n in (
+            "batch", "seq_q", "seq_kv", "rows_q", "rows_kv", "pages", "heads", "heads_kv", "width"
+        )
+    )  # fmt: skip
     TARGETS = T.dynamic("targets") if split else B  # requests of o and lse
     NO, NL, NT, NS, REQUESTS = (
         T.dynamic(n) for n in ("offsets_len", "lengths_len", "tables", "of_heads_len", "scaled")
@@ -83,12 +82,13 @@ def make(**options: Any) -> Any:
     Q_SHAPE, KV_SHAPE, O_SHAPE, LSE_SHAPE = (
         ((B, SQ, H, D), (B, SK, HK, D), (TARGETS, SQ, H, D), (TARGETS * H, SQ))
         if DENSE
-        else ((TQ, H, D), (TK, HK, D), (TQ, H, D), (H, TQ))
+        else ((TQ, H, D), (N, PAGE, HK, D) if PAGED else (TK, HK, D), (TQ, H, D), (H, TQ))
     )
     OF_HEADS = (H,) if sinks else (2, REQUESTS, HK) if E4M3 else (NS,)
     THREADS = 128 * (NW + 1)
     FLAGS = f"{PER}, {BN}, {FLAG[config.left]}, {FLAG[config.right]}"
-    take_block, finish = consumer(config, Sizes(SQ, TQ, H))
+    load_queries, load_keys, send_tile = copies(config)
+    take_block, finish = consumer(config, Sizes(SQ, TQ, H), send_tile)
 
     @T.macro
     def plan(tile_s, line, number, state, offsets, lengths, requests, blocks, tiles, section,
@@ -114,58 +114,61 @@ def make(**options: Any) -> Any:
             )  # fmt: skip
 
     @T.macro
-    def load_keys(x, x_s, full, slot, row, b, h, n):
-        """Block n of the keys (or values) of a KV head. row: its first row, of a pool that of
-        the lane's page."""
-        if DENSE:
-            T.tma_copy(x[b, n * BN : (n + 1) * BN, h, :], x_s[slot, :, :], barrier=full[slot])
-        elif PAGED:
-            for i in T.unroll(BN // PIECE, explicit=True):
-                at = T.shfl_sync(row, i)
-                for c in T.unroll(D // PANEL, explicit=True):
-                    T.tma_copy(
-                        x[at : at + PIECE, h, c * PANEL : (c + 1) * PANEL],
-                        x_s[slot, i * PIECE : (i + 1) * PIECE, c * PANEL : (c + 1) * PANEL],
-                        barrier=full[slot],
-                    )
-        else:
-            T.tma_copy(x[row : row + BN, h, :], x_s[slot, :, :], barrier=full[slot])
-        if T.shuffle_elect(32):
-            T.mbarrier_arrive(full[slot])
-
-    @T.macro
-    def load_queries(q, q_s, full, slot, row, b, h):
-        """Rows of a tile: of `packed_heads` heads from h, one after the other."""
-        if DENSE:
-            T.tma_copy(q[b, row : row + BM, h, :], q_s[slot, :, :], barrier=full[slot])
-        elif P == 1:
-            T.tma_copy(q[row : row + BM, h, :], q_s[slot, :, :], barrier=full[slot])
-        else:
-            for g in T.unroll(P, explicit=True):
-                for c in T.unroll(D * BYTES // 128, explicit=True):
-                    columns = slice(c * (128 // BYTES), (c + 1) * (128 // BYTES))
-                    T.tma_copy(
-                        q[row : row + PER, h * P + g, columns],
-                        q_s[slot, g * PER : (g + 1) * PER, columns],
-                        barrier=full[slot],
-                    )
-        if T.shuffle_elect(32):
-            T.mbarrier_arrive(full[slot])
-
-    @T.macro
-    def pool_rows(row, table, b, n, length):
-        """The first row of the block's pages in a pool, a page a lane."""
-        if PAGED:
-            row[0] = T.call_extern(
-                "int32", f"attn::pool_row<{BN}, {PAGE}>", T.access_ptr(table[0, 0], "r"), W, b,
-                n, length, TK,
-            )  # fmt: skip
+    def copy_tiles(q, x, table, q_s, x_s, tile_s, asked, tile_full, q_barriers, full, free):
+        """What a copying warp does: keys or values of all tiles, with keys also the queries."""
+        b = T.alloc_var("int32")
+        h = T.alloc_var("int32")
+        length = T.alloc_var("int32")
+        keys = T.alloc_var("int32")
+        first = T.alloc_var("int32")
+        count = T.alloc_var("int32")
+        step = T.alloc_var("int32")
+        slot = T.alloc_var("int32")
+        row = T.alloc_local([1], "int32")
+        step = 0
+        row[0] = 0
+        for i in T.unroll(FOREVER, unroll_factor=1):
+            line = i % LINES
+            T.mbarrier_wait_parity(tile_full[line], (i // LINES) % 2)
+            count = tile_s[line, BLOCKS]
+            if q is not None:
+                slot = i % QS
+                T.mbarrier_wait_parity(q_barriers[1][slot], ((i // QS) % 2) ^ 1)
+                if count == 0:
+                    if T.shuffle_elect(32):
+                        T.mbarrier_arrive(q_barriers[0][slot])
+            if count == 0:
+                T.loop_break()
+            b = tile_s[line, REQUEST]
+            h = tile_s[line, HEAD]
+            length = tile_s[line, LENGTH]
+            first = tile_s[line, FIRST]
+            keys = tile_s[line, KEYS]
+            if q is not None:
+                load_queries(q, q_s, q_barriers[0], slot, tile_s[line, ROW], b, h)
+            h = T.truncdiv(h * P, G)
+            for n in T.unroll(count, unroll_factor=1):
+                s = step % ST
+                if PAGED:  # the lane's page
+                    row[0] = T.call_extern(
+                        "int32", f"attn::page_of<{BN}, {PAGE}>", T.access_ptr(table[0, 0], "r"), W,
+                        b, first + n, length, N,
+                    )  # fmt: skip
+                else:
+                    row[0] = keys + (first + n) * BN
+                if q is not None:
+                    if n == T.max(count - LEAD, 0):
+                        if T.shuffle_elect(32):
+                            T.mbarrier_arrive(asked[0])
+                T.mbarrier_wait_parity(free[s], ((step // ST) % 2) ^ 1)
+                load_keys(x, x_s, full, s, row[0], b, h, first + n)
+                step = step + 1
 
     @T.prim_func
     def gqa_forward(
-        q: T.Tensor(Q_SHAPE, dtype),
-        k: T.Tensor(KV_SHAPE, dtype),
-        v: T.Tensor(KV_SHAPE, config.v_dtype),
+        q: strided("q", Q_SHAPE, dtype),
+        k: strided("k", KV_SHAPE, dtype),
+        v: strided("v", KV_SHAPE, config.v_dtype),
         o: T.Tensor(O_SHAPE, config.o_dtype),
         lse: T.Tensor(LSE_SHAPE if has_lse else (NL,), F32 if has_lse else "int32"),
         offsets: T.Tensor((NO,), "int32"),
@@ -186,17 +189,18 @@ def make(**options: Any) -> Any:
     ):
         with T.Kernel(ctas, threads=THREADS) as cta:
             T.import_source(SOURCE)
-            q_s = T.alloc_shared((2, BM, D), dtype)
-            k_s = T.alloc_shared((ST, BN, D), dtype)
-            v_s = T.alloc_shared((ST, BN, D), config.v_dtype)
+            q_s = T.alloc_shared((QS, *panels(BM, D, dtype)), dtype)
+            k_s = T.alloc_shared((ST, *panels(BN, D, dtype)), dtype)
+            v_s = T.alloc_shared((ST, *panels(BN, D, config.v_dtype)), config.v_dtype)
             # Tiles of o on their way.
-            o_s = T.alloc_shared((1, BM, D), config.o_dtype) if E4M3 else q_s
+            o_s = q_s
+            if E4M3:
+                o_s = T.alloc_shared((1, *panels(BM, D, config.o_dtype)), config.o_dtype)
             tile_s = T.alloc_shared((LINES, NUMBERS if split else TARGET), "int32")
-            T.annotate_layout({x: swizzled(x) for x in (q_s, k_s, v_s, o_s)})
             asked = T.alloc_barrier([1])
             tile_full = T.alloc_barrier([32] * LINES)
-            q_full = T.alloc_barrier([1] * 2)
-            q_free = T.alloc_barrier([NW] * 2)
+            q_full = T.alloc_barrier([1] * QS)
+            q_free = T.alloc_barrier([config.q_takers] * QS)
             k_full = T.alloc_barrier([1] * ST)
             k_free = T.alloc_barrier([4 * NW] * ST)
             v_full = T.alloc_barrier([1] * ST)
@@ -236,64 +240,15 @@ def make(**options: Any) -> Any:
                         tiles if DENSE else state[1],
                         ctas,
                     )
-                if tx < 128 * NW + 32:  # the warp that copies
-                    b = T.alloc_var("int32")
-                    h = T.alloc_var("int32")
-                    last_b = T.alloc_var("int32")
-                    last_h = T.alloc_var("int32")
-                    last_n = T.alloc_var("int32")
-                    length = T.alloc_var("int32")
-                    keys = T.alloc_var("int32")
-                    first = T.alloc_var("int32")
-                    count = T.alloc_var("int32")
-                    step = T.alloc_var("int32")
-                    slot = T.alloc_var("int32")
-                    row = T.alloc_local([1], "int32")
-                    last_row = T.alloc_local([1], "int32")
-                    step = 0
-                    row[0] = 0
-                    last_row[0] = 0
-                    for i in T.serial(FOREVER):
-                        slot = i % 2
-                        line = i % LINES
-                        T.mbarrier_wait_parity(tile_full[line], (i // LINES) % 2)
-                        T.mbarrier_wait_parity(q_free[slot], ((i // 2) % 2) ^ 1)
-                        count = tile_s[line, BLOCKS]
-                        if count == 0:
-                            if T.shuffle_elect(32):
-                                T.mbarrier_arrive(q_full[slot])
-                            T.loop_break()
-                        b = tile_s[line, REQUEST]
-                        h = tile_s[line, HEAD]
-                        length = tile_s[line, LENGTH]
-                        first = tile_s[line, FIRST]
-                        keys = tile_s[line, KEYS]
-                        load_queries(q, q_s, q_full, slot, tile_s[line, ROW], b, h)
-                        h = T.truncdiv(h * P, G)
-                        for n in T.serial(count):
-                            s = step % ST
-                            if PAGED:
-                                pool_rows(row, table, b, first + n, length)
-                            else:
-                                row[0] = keys + (first + n) * BN
-                            if n == T.max(count - LEAD, 0):  # of the line before the last, stored
-                                if T.shuffle_elect(32):
-                                    T.mbarrier_arrive(asked[0])
-                            T.mbarrier_wait_parity(k_free[s], ((step // ST) % 2) ^ 1)
-                            load_keys(k, k_s, k_full, s, row[0], b, h, first + n)
-                            if step > 0:
-                                r = (step - 1) % ST
-                                T.mbarrier_wait_parity(v_free[r], (((step - 1) // ST) % 2) ^ 1)
-                                load_keys(v, v_s, v_full, r, last_row[0], last_b, last_h, last_n)
-                            last_b = b
-                            last_h = h
-                            last_n = first + n
-                            last_row[0] = row[0]
-                            step = step + 1
-                    if step > 0:
-                        r = (step - 1) % ST
-                        T.mbarrier_wait_parity(v_free[r], (((step - 1) // ST) % 2) ^ 1)
-                        load_keys(v, v_s, v_full, r, last_row[0], last_b, last_h, last_n)
+                if tx < 128 * NW + 32:
+                    copy_tiles(
+                        q, k, table, q_s, k_s, tile_s, asked, tile_full, (q_full, q_free),
+                        k_full, k_free,
+                    )  # fmt: skip
+                elif tx < 128 * NW + 64:
+                    copy_tiles(
+                        None, v, table, None, v_s, tile_s, asked, tile_full, None, v_full, v_free
+                    )
 
             with T.ws(*range(NW)):
                 T.set_max_nreg(consumer_regs, 1)
@@ -324,15 +279,12 @@ def make(**options: Any) -> Any:
                 q_desc = T.alloc_wgmma_desc()
                 k_desc = T.alloc_wgmma_desc()
                 v_desc = T.alloc_wgmma_desc()
-                T.initialize_wgmma_descriptor(
-                    q_desc, T.access_ptr(q_s[0, 0, 0], "r"), SWIZZLE_128B, 1, 64
-                )
-                T.initialize_wgmma_descriptor(
-                    k_desc, T.access_ptr(k_s[0, 0, 0], "r"), SWIZZLE_128B, 1, 64
-                )
-                T.initialize_wgmma_descriptor(
-                    v_desc, T.access_ptr(v_s[0, 0, 0], "r"), SWIZZLE_128B, config.kv_panel >> 4, 64
-                )
+                for desc, x_s, leading in (
+                    (q_desc, q_s, 1), (k_desc, k_s, 1), (v_desc, v_s, config.kv_panel >> 4)
+                ):  # fmt: skip
+                    T.initialize_wgmma_descriptor(
+                        desc, T.access_ptr(x_s[0, 0, 0, 0], "r"), SWIZZLE_128B, leading, 64
+                    )
                 wg = T.shfl_sync(tx // 128, 0)
                 row = wg * 64 + (tx % 128) // 32 * 16 + tx % 32 // 4  # first of the thread's two
                 # The tokens of a group's rows, counted in the tile; heads may share a group.

@@ -13,7 +13,6 @@ REGISTERS = {2: (232, 40), 3: (160, 32)}
 SPARE_REGISTERS = 32  # what a consumer needs beside scores, outputs and weights
 # What `equal_tile` and `packed_tile` write of a tile; TARGET: `part_of_tile` alone.
 ROW, LIVE, HEAD, REQUEST, SHIFT, LENGTH, FIRST, BLOCKS, KEYS, TARGET, NUMBERS = range(11)
-LINES = 3  # tiles that are known
 
 
 def device(name: str, *args: Any) -> Any:
@@ -103,12 +102,29 @@ class Config:
         return self.block_n // 4
 
     @property
+    def q_slots(self) -> int:
+        """Tiles of q in shared memory; with one, o does not go through them."""
+        return 1 if self.head_dim > 128 else 2
+
+    @property
+    def q_takers(self) -> int:
+        """Arrivals that give a q slot back: of each group with o, or of each warp before it."""
+        return 4 * self.consumers if self.q_slots == 1 else self.consumers
+
+    @property
+    def lines(self) -> int:
+        """Tiles that are known. A line is written again when its tile is stored: by the time that
+        the copies of the next but one are under way, or the one after that."""
+        return 4 if self.q_slots == 1 else 3
+
+    @property
     def sets(self) -> int:
         """Sets of registers for weights.
 
         With two, the weights of a block are computed while the product still reads those of the
         block before; blocks take turns, one after the other in the code, as the assembler gives
-        a set away that is copied.
+        a set away that is copied. Outputs of 256 columns leave no room for that without spills.
         """
         held = self.s_registers + self.o_registers + 2 * self.p_registers
-        return 2 if REGISTERS[self.consumers][0] - held >= SPARE_REGISTERS else 1
+        spare = REGISTERS[self.consumers][0] - held
+        return 2 if spare >= SPARE_REGISTERS and self.head_dim <= 128 else 1

@@ -10,9 +10,7 @@ from tileops.kernels.common.tilelang_config import (
     FIRST,
     HEAD,
     LENGTH,
-    LINES,
     LIVE,
-    PANEL,
     REQUEST,
     ROW,
     SHIFT,
@@ -33,7 +31,7 @@ class Sizes(NamedTuple):
     heads: Any
 
 
-def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
+def consumer(config: Config, sizes: Sizes, send_tile: Any) -> tuple[Any, Any]:
     """The macros `take_block` and `finish`, both over what a group holds.
 
     `take_block` breaks out of the loop that it is in behind the last tile.
@@ -48,6 +46,7 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
     Q_TILE, K_TILE, V_TILE = config.block_m * D * BYTES, BN * D * BYTES, BN * D * 2
     KIND = "bf16" if config.v_dtype == "bfloat16" else "fp16"
     BF16, O_BF16 = (str(x == "bfloat16").lower() for x in (config.v_dtype, config.o_dtype))
+    QS, LINES = config.q_slots, config.lines
     SQ, TQ, H = sizes
 
     @T.macro
@@ -105,7 +104,7 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
         """Zeros before the first value that the tile sees and behind the request's last one."""
         if left or not DENSE:  # past S_kv the copy engine brings zeros
             if T.Or(first > 0, end < BN):
-                device(f"clear_rows<{BN}, {D}>", T.access_ptr(v_s[slot, 0, 0], "r"), first, end)
+                device(f"clear_rows<{BN}, {D}>", T.access_ptr(v_s[slot, 0, 0, 0], "r"), first, end)
                 T.fence_proxy_async()
                 T.sync_threads(8 + wg, 128)
 
@@ -158,34 +157,37 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
                 if inverse[e] != 0:  # of a row that sees something
                     inverse[e] = inverse[e] * factors[1]
         device(f"scale_rows<{O_REGS}>", acc.data, inverse.data)
-        device(f"pack<{O_REGS}, {O_BF16}>", acc.data, out.data)
-        device(f"put_tile<{D}, {Q_PANEL}>", out.data, T.access_ptr(o_s[slot, wg * 64, 0], "r"))
-        T.fence_proxy_async()
-        T.sync_threads(8 + wg, 128)
-        if DENSE:  # the copy engine leaves out what lies past S_q
-            for c in T.unroll(D // PANEL, explicit=True):
-                T.tma_copy(
-                    o_s[slot, wg * 64 : wg * 64 + 64, c * PANEL : (c + 1) * PANEL],
-                    o[
-                        b,
-                        first + wg * 64 : first + wg * 64 + 64,
-                        head,
-                        c * PANEL : (c + 1) * PANEL,
-                    ],
-                    leader_scope_threads=128,
-                )
-        else:  # which would go past the request
+        if QS == 1:
             device(
-                f"send_rows<{D}, {Q_PANEL}, {PER}, {P}>",
-                T.access_ptr(o_s[slot, wg * 64, 0], "r"),
-                T.access_ptr(o[0, 0, 0], "w"),
+                f"write_rows<{D}, {PER}, {P}, {O_BF16}>",
+                acc.data,
+                T.access_ptr(o[b, 0, 0, 0] if DENSE else o[0, 0, 0], "w"),
                 wg,
                 first,
                 live,
                 head,
                 H,
             )
+        else:
+            device(f"pack<{O_REGS}, {O_BF16}>", acc.data, out.data)
+            tile = T.access_ptr(o_s[slot, 0, wg * 64, 0], "r")
+            device(f"put_tile<{D}, {Q_PANEL}>", out.data, tile)
+            T.fence_proxy_async()
             T.sync_threads(8 + wg, 128)
+            if DENSE:  # the copy engine leaves out what lies past S_q
+                send_tile(o, o_s, slot, wg, first, b, head)
+            else:  # which would go past the request
+                device(
+                    f"send_rows<{D}, {Q_PANEL}, {PER}, {P}>",
+                    tile,
+                    T.access_ptr(o[0, 0, 0], "w"),
+                    wg,
+                    first,
+                    live,
+                    head,
+                    H,
+                )
+                T.sync_threads(8 + wg, 128)
         if has_lse:
             device(
                 f"put_lse<{PER}>",
@@ -260,7 +262,7 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
             i[0] = i[0] + 1
             n[0] = 0
             free_slot(q_free, pending)
-            T.mbarrier_wait_parity(q_full[i[0] % 2], (i[0] // 2) % 2)
+            T.mbarrier_wait_parity(q_full[i[0] % QS], (i[0] // QS) % 2)
             line = i[0] % LINES
             blocks_[0] = tile_s[line, BLOCKS]
             if blocks_[0] == 0:
@@ -270,7 +272,7 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
             length[0] = tile_s[line, LENGTH]
             if E4M3:
                 read_scales(factors, of_heads, tile_s, line, scale)
-        slot = i[0] % 2
+        slot = i[0] % QS
         s = u if SETS == ST == 2 else step[0] % ST
         r = 1 - u if SETS == ST == 2 else (step[0] + ST - 1) % ST
         at = (first[0] + n[0]) * BN
@@ -295,6 +297,10 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
         T.warpgroup_fence_operand(acc_s, num_regs=S_REGS)
         if tx % 32 == 0:
             T.mbarrier_arrive(k_free[s])
+        if QS == 1:
+            if n[0] + 1 == blocks_[0]:
+                if tx % 32 == 0:
+                    T.mbarrier_arrive(q_free[0])
         if n[0] == 0:
             for e in T.unroll(2):
                 m_old[e] = m[e]
@@ -344,7 +350,8 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
                     o_s, tile_s, o, lse, of_heads, acc_o, out, i[0] - 1, m_old,
                     total_old, alpha, row_lse, scale, wg,
                 )  # fmt: skip
-                pending[0] = (i[0] - 1) % 2
+                if QS == 2:
+                    pending[0] = (i[0] - 1) % 2
         else:
             if moved[0]:
                 device(f"scale_rows<{O_REGS}>", acc_o.data, alpha.data)
@@ -381,7 +388,7 @@ def consumer(config: Config, sizes: Sizes) -> tuple[Any, Any]:
                 o_s, tile_s, o, lse, of_heads, acc_o, out, i[0] - 1, m, total, alpha,
                 row_lse, scale, wg,
             )  # fmt: skip
-            if DENSE:
+            if DENSE and QS == 2:
                 if T.shuffle_elect(128):
                     T.tma_store_wait(0)
 

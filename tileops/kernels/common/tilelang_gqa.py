@@ -23,15 +23,14 @@ class Keys(NamedTuple):
     """Keys and values by request, int32 metadata.
 
     Dense k, v [B, S_kv, H_kv, D]; packed [T_kv, H_kv, D] behind `lengths` [B + 1]; or pools
-    [N_kv, H_kv, D] of pages of `page` rows behind table [B, W], lengths [B] of them used, the
-    tokens of q not among them if `appended`.
+    [N, page, H_kv, D] behind table [B, W], lengths [B] of their rows used, the tokens of q not
+    among them if `appended`. Of any strides that `tensor_refusal` lets pass.
     """
 
     k: Tensor
     v: Tensor
     lengths: Tensor | None = None
     table: Tensor | None = None
-    page: int = 0
     appended: bool = False
 
 
@@ -45,6 +44,8 @@ class Tiles(NamedTuple):
 
 def tiles_for(dim: int, layout: str, page: int, left: int) -> Tiles:
     """The fastest by docs/design/hopper-log.md; a block of keys is whole pages, or in one."""
+    if dim == 256:
+        return Tiles(2, 80 if layout != "paged" or 80 % page == 0 else 64, 2)
     if dim == 64:
         return Tiles(3, 64, 4) if 0 <= left < NARROW and page <= 64 else Tiles(3, 128, 2)
     packed = layout == "packed" or (layout == "paged" and 80 % page == 0)
@@ -97,8 +98,9 @@ def attend(
     heads_kv = k.shape[-2]
     group = heads // heads_kv
     layout = "dense" if offsets is None else "packed" if table is None else "paged"
+    page = k.shape[1] if layout == "paged" else 0
     left, right = window_of(scores)
-    tiles = tiles_for(dim, layout, keys.page, left)
+    tiles = tiles_for(dim, layout, page, left)
     rows = 64 * tiles.consumers
     packed = 1 if offsets is None else packed_heads(group, rows)
     count = counter(q)
@@ -120,7 +122,7 @@ def attend(
         assert keys.lengths is not None
         lengths = keys.lengths
         requests, blocks = offsets.shape[0] - 1, 0
-        rows_kv = k.shape[0] if table is None else table.numel() * keys.page
+        rows_kv = k.shape[0] if table is None else table.numel() * page
         section = int(rows_kv * element <= L2_BYTES)
         all_tiles = (q.shape[0] // (rows // packed) + requests + 1) * (heads // packed)
     scale, cap = scores.scale * LOG2E, 0.0
@@ -168,7 +170,7 @@ def attend(
         group=group,
         packed_heads=packed,
         split=splits > 1,
-        page=keys.page,
+        page=page,
         appended=keys.appended,
         left=left >= 0,
         right=right >= 0,

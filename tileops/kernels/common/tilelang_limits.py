@@ -22,14 +22,14 @@ from tileops.kernels.common.recorder import machine
 
 ARCH = 90  # the kernels are made of instructions that no other architecture has
 HALF = (torch.float16, torch.bfloat16)
-DIMS = (64, 128)
+DIMS = (64, 128, 256)
 FEWEST = 128  # query rows of a request below which another kernel is faster
 FEWEST_PACKED = 16  # the same of packed requests, whose heads share a tile
 SPLIT_KEYS = 4096  # keys from which on few rows are better served by splitting them
-TILE_ROWS = {64: 192, 128: 128}  # of a dense tile, by head dim, all of one head
+TILE_ROWS = {64: 192, 128: 128, 256: 128}  # of a dense tile, by head dim, all of one head
 EMPTY = 1 / 4  # of their rows; with more, tiles that heads share are faster
-ALIGNMENT = 16  # bytes, of where the copy engine starts
-MOST_ELEMENTS = 2**30  # of a dense tensor: its strides are 32-bit, in bytes of 16-bit numbers
+ALIGNMENT = 16  # bytes, of where the copy engine starts, and of its strides
+MOST_ELEMENTS = 2**30  # of a dense tensor: the strides of o are 32-bit
 MOST_ROWS = 2**31  # of a packed tensor or a pool: coordinates are 32-bit
 SCALES = 2.0**-60, 2.0**60  # between them nothing of a finite call leaves float32
 CAPS = 1e-3, 1e3  # of a softcap: tanh is off by 1e-7, a logit by so many times that
@@ -57,12 +57,12 @@ def tensor_refusal(
 ) -> str | None:
     """Why queries [..., H, D] and what holds keys and values are not served, by their names.
 
-    pools: the kernel sees keys and values as rows [N_kv, H_kv, D], whatever their shape. e4m3:
+    pools: keys and values are rows of pools, 3- or 4-dimensional. e4m3:
     whether they may be of one byte.
     """
     dim = q.shape[-1]
     if dim not in DIMS:
-        return f"serves head dims of 64 and 128 columns, got D={dim}"
+        return f"serves head dims of 64, 128 and 256 columns, got D={dim}"
     served = (*HALF, torch.float8_e4m3fn) if e4m3 else HALF
     problem = _problem("q", q, served)
     for name, x in keys.items():
@@ -101,11 +101,23 @@ def _problem(
         return f"serves tensors of fewer than 2**30 elements, got {name} of shape {list(x.shape)}"
     if elements // (x.shape[-1] * x.shape[-2]) >= MOST_ROWS:
         return f"serves fewer than 2**31 rows, got {name} of shape {list(x.shape)}"
-    if not x.is_contiguous():
-        return f"reads contiguous tensors, got {name} with strides {x.stride()}"
+    if not _is_strided(x):
+        return (
+            f"reads dense rows at strides of multiples of {ALIGNMENT} bytes, got {name} with "
+            f"strides {x.stride()}"
+        )
     if not traced and x.data_ptr() % ALIGNMENT:
         return f"reads from multiples of {ALIGNMENT} bytes, got {name} between them"
     return None
+
+
+def _is_strided(x: Tensor) -> bool:
+    """Whether the copy engine can step through x."""
+    *strides, last = x.stride()
+    return last == 1 and all(
+        size == 1 or (stride > 0 and stride * x.dtype.itemsize % ALIGNMENT == 0)
+        for size, stride in zip(x.shape, strides, strict=False)
+    )
 
 
 def length_refusal(q: Tensor, keys: Any) -> str | None:

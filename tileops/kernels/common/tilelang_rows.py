@@ -376,17 +376,17 @@ INLINE bool packed_tile(int *tile, int number, int *state, const int *offsets,
   return false;
 }
 
-// Where the key rows of block n lie in the pool: of its page `lane`, where a block has several.
-// Past the last page or the table: `beyond`, behind the pool, where the copy engine reads zeros.
-template <int BN, int PAGE> INLINE int pool_row(const int *table, int width, int request, int n,
-                                                   int length, int beyond) {
+// The page of a pool that holds block n of a request's keys, of several the lane's. Past the last
+// one or the table: `beyond`, behind the pool, where the copy engine reads zeros.
+template <int BN, int PAGE> INLINE int page_of(const int *table, int width, int request, int n,
+                                                  int length, int beyond) {
   constexpr int PAGES = BN > PAGE ? BN / PAGE : 1;
   int lane = threadIdx.x % 32;
   int first = n * BN + (lane < PAGES ? lane : 0) * PAGE;
   if (first >= length || first / PAGE >= width) {
     return beyond;
   }
-  return table[static_cast<long long>(request) * width + first / PAGE] * PAGE + first % PAGE;
+  return table[static_cast<long long>(request) * width + first / PAGE];
 }
 
 // Zeros outside the rows first .. end - 1 of a tile of BN rows, D columns of 16 bits, by the 128
@@ -450,6 +450,37 @@ INLINE void send_rows(const void *tile, void *o, int wg, int row, int live, int 
   }
   // The copy engine writes here next.
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The live rows of a 64 x D tile, rounded, from registers to o [tokens, heads, D]; rows as above.
+// The four threads of a row exchange pairs of columns, so that each writes 16 bytes at a time.
+template <int D, int PER, int P, bool BF16>
+INLINE void write_rows(const float *x, void *o, int wg, int row, int live, int head, int heads) {
+  int place = thread() % 4;
+  bool odd = place & 1, upper = place & 2;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    int r = own_row(wg) + 8 * h, token = r % PER, g = r / PER;
+    long long to = (static_cast<long long>(row + token) * heads + head * P + g) * D + place * 8;
+#pragma unroll
+    for (int c = 0; c < D / 32; ++c) {
+      unsigned y[4];  // pairs of 4 x 8 columns
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float *own = x + 16 * c + 4 * i + 2 * h;
+        y[i] = pair<BF16>(own[0], own[1]);
+      }
+      unsigned a = __shfl_xor_sync(0xffffffffu, odd ? y[0] : y[1], 1);
+      unsigned b = __shfl_xor_sync(0xffffffffu, odd ? y[2] : y[3], 1);
+      unsigned t0 = odd ? a : y[0], t1 = odd ? y[1] : a, t2 = odd ? b : y[2], t3 = odd ? y[3] : b;
+      a = __shfl_xor_sync(0xffffffffu, upper ? t0 : t2, 2);
+      b = __shfl_xor_sync(0xffffffffu, upper ? t1 : t3, 2);
+      if (token < live) {
+        *reinterpret_cast<uint4 *>(static_cast<unsigned short *>(o) + to + c * 32) =
+            upper ? make_uint4(a, b, t2, t3) : make_uint4(t0, t1, a, b);
+      }
+    }
+  }
 }
 
 }  // namespace attn

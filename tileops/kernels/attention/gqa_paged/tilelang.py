@@ -31,11 +31,6 @@ def gqa_paged_fwd(out: Tensor, call: Any) -> None:
     from tileops.kernels.common.tilelang_gqa import Keys, attend
     from tileops.kernels.common.triton_gqa import scores_of
 
-    keys = Keys(
-        call.k_pages.flatten(0, 1),
-        call.v_pages.flatten(0, 1),
-        call.cache_seqlens.contiguous(),
-        call.page_table.contiguous(),
-        call.k_pages.shape[1],
-    )
+    lengths, table = call.cache_seqlens.contiguous(), call.page_table.contiguous()
+    keys = Keys(call.k_pages, call.v_pages, lengths, table)
     attend(out, None, call.q, keys, scores_of(call), call.cu_seqlens_q.contiguous())

@@ -31,6 +31,7 @@ def gqa_prefill_paged_fwd(out: Tensor, call: Any) -> None:
     from tileops.kernels.common.triton_gqa import Scores
 
     offsets, lengths, table, q, _ = append(call)
-    keys = Keys(call.k_pages, call.v_pages, lengths, table, call.page_size, appended=True)
+    k, v = (x.unflatten(0, (-1, call.page_size)) for x in (call.k_pages, call.v_pages))
+    keys = Keys(k, v, lengths, table, appended=True)
     scores = Scores(score_scale(call), call.is_causal, softcap=call.softcap)
     attend(out, None, q, keys, scores, offsets)
