@@ -27,6 +27,7 @@ from tests.tilelang_calls import (
     meta,
     packed,
     paged,
+    pools,
     refusal,
 )
 from tileops import warmup
@@ -41,6 +42,10 @@ every_operator = pytest.mark.parametrize("name", CALLS)
 
 
 # ------------------------------------------------------------------------------------ refusals
+
+
+ROPE = {"pos_encoding_mode": "rope", "rope_cos": meta(99, 64), "rope_sin": meta(99, 64)}
+ONES = {"k_scale": meta(1, dtype=F32), "v_scale": meta(1, dtype=F32)}
 
 
 SERVED = {
@@ -70,11 +75,18 @@ SERVED = {
         paged(sinks=meta(8, dtype=F32), window_size_left=127, softcap=50.0),
         paged(pages=1 << 20),  # 32 GiB
         paged(dim=256, page=8),
+        *[paged(page=page) for page in (1, 4, 24, 48, 96, 192)],
+        paged(rows=192, **ROPE),
+        paged(**pools(paged(), E4M3), **ONES),
+        paged(dim=256, page=20, **pools(paged(page=20, dim=256), E4M3), **ROPE, **ONES),
+        paged(v_pages=meta(50, 64, 257)[..., 1:].unflatten(-1, (2, 128))),
         paged(**dict(zip(("k_pages", "v_pages"), meta(50, 2, 64, 2, 128).unbind(1), strict=True))),
     ],
     "gqa_prefill_paged_fwd": [
         appended(page=8, dtype=torch.float16, is_causal=False, softcap=1.0),
         appended(fuse_rope=True, rotary_dim=32, max_position=4096),
+        appended(page=20),
+        appended(cache_dtype=E4M3, **pools(appended(), E4M3)),
     ],
 }
 
@@ -99,9 +111,8 @@ def test_other_gpus(machine):
 
 
 ODD = torch.empty(2 * 300 * 8 * 128 + 8, dtype=BF16)[1:-7].view(2, 300, 8, 128)
-ROPE = {"pos_encoding_mode": "rope", "rope_cos": meta(99, 64), "rope_sin": meta(99, 64)}
 FEW = "serves 16 and more query rows a request, got T_q / B="
-PAGES = "serves pages of 8, 16, 32, 64 or a multiple of 128 rows, got"
+MANY = "for 256 and more query rows of a KV head a request, got"
 SPLIT, KEYS = "does not split packed keys, and", "keys want that"
 HALF = "serves float16 and bfloat16, got"
 STRIDES = "reads dense rows at strides of multiples of 16 bytes, got "
@@ -132,9 +143,30 @@ REFUSED = [
     ),
     (dense(dim=96), "serves head dims of 64, 128 and 256 columns, got D=96"),
     (packed(dim=512), "serves head dims of 64, 128 and 256 columns, got D=512"),
-    *[(paged(page=page), f"{PAGES} {page}") for page in (1, 4, 24, 48, 96, 192)],
-    (appended(page=20), f"{PAGES} 20"),
-    (paged(**ROPE), "does not rotate the keys of a cache, got pos_encoding_mode='rope'"),
+    (paged(page=24, rows=191), f"copies pages of 24 rows, {MANY} 254"),
+    (appended(page=20, rows=100), f"copies pages of 20 rows, {MANY} 133"),
+    (paged(rows=100, **ROPE), f"copies keys that are rotated, {MANY} 133"),
+    (
+        paged(rows=191, **pools(paged(), E4M3), **ONES),
+        f"copies pools of float8_e4m3fn, {MANY} 254",
+    ),
+    (
+        paged(page_table=meta(3, 30_000, dtype=I32), rows=80_000, **ROPE),
+        "copies keys that are rotated, at most 2**30 bytes, and the table has room for "
+        "5898240000 bytes of keys and values",
+    ),
+    (
+        paged(rows=191, v_pages=meta(50, 64, 3, 2, 129)[:, :, 1, :, 1:]),
+        f"copies pools that the copy engine cannot read, {MANY} 254",
+    ),
+    (
+        paged(dtype=torch.float16, **pools(paged(), E4M3), **ONES),
+        "widens pools for bfloat16 alone, got q of float16",
+    ),
+    (
+        paged(v_pages=meta(50, 64, 128, 2).transpose(2, 3)),
+        f"{STRIDES}v_pages with strides (16384, 256, 1, 2)",
+    ),
     (
         dense(dtype=E4M3, dim=64),
         "serves float8_e4m3fn with head dims of 128 columns, got D=64",
@@ -143,14 +175,6 @@ REFUSED = [
     (dense(dtype=E4M3, **ROPE), BYTES),
     (packed(dtype=E4M3, sinks=meta(8, dtype=F32)), BYTES),
     (paged(dtype=E4M3), f"{HALF} q of float8_e4m3fn"),
-    (
-        paged(k_pages=meta(50, 64, 2, 128, dtype=E4M3)),
-        f"{HALF} k_pages of float8_e4m3fn",
-    ),
-    (
-        appended(v_pages=meta(3200, 2, 128, dtype=E4M3)),
-        f"{HALF} v_pages of float8_e4m3fn",
-    ),
     (dense(keys=0), "serves no empty tensors, got k of shape [2, 0, 2, 128]"),
     (dense(batch=0), "serves no empty tensors, got q of shape [0, 300, 8, 128]"),
     (packed(batch=0, keys=0), "serves no empty tensors, got k of shape [0, 2, 128]"),
@@ -166,10 +190,6 @@ REFUSED = [
     (
         dense(v=meta(2, 900, 1, 128).expand(-1, -1, 2, -1)),
         f"{STRIDES}v with strides (115200, 128, 0, 1)",
-    ),
-    (
-        paged(v_pages=meta(50, 64, 257)[..., 1:].unflatten(-1, (2, 128))),
-        f"{STRIDES}v_pages with strides (16448, 257, 128, 1)",
     ),
     (dense(q=ODD), "reads from multiples of 16 bytes, got q between them"),
     (
@@ -397,8 +417,9 @@ def test_compiled_into_the_graph_for_what_else_is_known(on_cpu):
     assert is_whole("gqa_dense_fwd", call=given._replace(k=apart))
     shared = given.k[:, :, :1].expand(-1, -1, given.k.shape[2], -1)
     assert not is_whole("gqa_dense_fwd", call=given._replace(k=shared))
-    assert not is_whole("gqa_paged_fwd", page=24)
-    assert not is_whole("gqa_prefill_paged_fwd", page=24)
+    assert is_whole("gqa_paged_fwd", page=24)
+    assert not is_whole("gqa_paged_fwd", page=24, rows=50)
+    assert not is_whole("gqa_prefill_paged_fwd", page=24, rows=50)
 
 
 @every_operator

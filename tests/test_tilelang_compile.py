@@ -15,7 +15,19 @@ import triton
 from tilelang import tvm
 from tilelang.contrib import nvcc
 
-from tests.tilelang_calls import F32, appended, dense, launch_of, meta, packed, paged
+from tests import aot
+from tests.tilelang_calls import (
+    F32,
+    appended,
+    dense,
+    launch_of,
+    launches_of,
+    meta,
+    packed,
+    paged,
+    pools,
+)
+from tileops.kernels.common import launch as triton_launch
 from tileops.kernels.common import tilelang_limits
 from tileops.kernels.common.tilelang_launch import PASSES, TARGET
 
@@ -105,6 +117,32 @@ def test_what_the_assembler_says(name, tmp_path):
     assert size < CODE
     assert not overwritten(tmp_path / "kernel.cubin")
     assert_no_fence_of_every_block(text)
+
+
+ONES = {"k_scale": meta(1, dtype=F32), "v_scale": meta(1, dtype=F32)}
+BY_HEAD = {x: meta(3, 2, dtype=F32) for x in ONES}
+ROPE = {"pos_encoding_mode": "rope", "rope_cos": meta(99, 64), "rope_sin": meta(99, 64)}
+BYTES = {"dtype": torch.float8_e4m3fn}
+COPIED = {
+    "pages-of-20": paged(page=20),
+    "rotated-d64": paged(dim=64, **ROPE | {x: meta(99, 32) for x in ("rope_cos", "rope_sin")}),
+    "rotated-by-pairs": paged(rope_layout="interleaved", **ROPE),
+    "e4m3-rotated": paged(**pools(paged(), **BYTES), **ROPE, **ONES),
+    "e4m3-by-head": paged(**pools(paged(), **BYTES), **BY_HEAD),
+    "e4m3-d256": paged(**pools(paged(dim=256), **BYTES), **D256, **ONES),
+    "appended-pages-of-20": appended(page=20),
+    "appended-e4m3": appended(cache_dtype=BYTES["dtype"], **pools(appended(), **BYTES)),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_pools_are_copied_without_spills(name):
+    found = [x for x in launches_of(COPIED[name]) if isinstance(x, triton_launch.Launch)]
+    [wanted] = [x for x in aot.distinct(found) if x.kernel.__name__ == "widen_kernel"]
+    made = aot.compiled(wanted, "sm_90")
+    print(name, made)
+    assert made.spills == 0
+    assert made.wide_loads or name == "rotated-by-pairs"
 
 
 def assert_no_fence_of_every_block(text):

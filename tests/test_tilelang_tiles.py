@@ -16,7 +16,7 @@ pytest.importorskip("tilelang")
 
 from tests import oracle
 from tests.host_warp import compiled
-from tests.tilelang_calls import appended, dense, launch_of, packed, paged
+from tests.tilelang_calls import appended, dense, launch_of, meta, packed, paged
 from tileops.kernels.common import tilelang_gqa, tilelang_limits
 from tileops.kernels.common.machine import H200
 from tileops.kernels.common.recorder import recording
@@ -40,9 +40,10 @@ def test_heads_that_share_a_tile(group):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("left", [-1, 0, 255, 256, 5000])
 def test_a_block_is_whole_pages_or_inside_one(dim, left):
-    served = [page for page in range(1, 2049) if tilelang_limits.page_refusal(page) is None]
-    assert served[:6] == [8, 16, 32, 64, 128, 256] and len(served) == 4 + 16
-    for page in served:
+    q, pool = meta(600, 8, dim), meta(50, 1, 2, dim)
+    read = [n for n in range(1, 2049) if tilelang_limits.copied(q, pool, pool, n) is None]
+    assert read[:6] == [8, 16, 32, 64, 128, 256] and len(read) == 4 + 16
+    for page in read:
         block = tilelang_gqa.tiles_for(dim, "paged", page, left).block_n
         assert block % page == 0 or page % block == 0
         assert block % 16 == 0 and -(-block // page) <= 32  # a lane finds a page

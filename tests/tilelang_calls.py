@@ -91,13 +91,24 @@ def refusal(call: Any, machine: Machine = H200) -> str | None:
         return _kernel(call).refusal(call)
 
 
-def launch_of(call: Any) -> Launch:
-    """The one TileLang launch of a call that is served."""
+def launches_of(call: Any) -> list[Any]:
+    """All launches of a call that is served, Triton's and one of TileLang."""
     assert refusal(call) is None
     kernel = _kernel(call)
     with recording(H200) as found:
         kernel.run(aot.infers()[_name(call)](call), call)
-    [launch] = [x for x in found if isinstance(x, Launch)]
+    return found
+
+
+def pools(call: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Pools like those of a call, of a dtype."""
+    shapes = {x: getattr(call, x).shape for x in ("k_pages", "v_pages")}
+    return {x: meta(*shape, dtype=dtype) for x, shape in shapes.items()}
+
+
+def launch_of(call: Any) -> Launch:
+    """The one TileLang launch of a call that is served."""
+    [launch] = [x for x in launches_of(call) if isinstance(x, Launch)]
     return launch
 
 

@@ -136,11 +136,20 @@ def draw_key(op: str, rng: random.Random) -> dict[str, Any]:
 
 def on_hopper(op: str, key: Key) -> bool:
     """Whether a TileLang kernel serves aligned calls of the key that are long enough."""
-    page = key.get("page_size", 128)
-    rotated = op == "gqa_paged_fwd" and "pos_encoding_mode" in key
-    fp8 = E4M3 in (key["dtype"], key.get("pool"), key.get("cache_dtype"))
-    pages = page % 128 == 0 or page in (8, 16, 32, 64)
-    return key["dim"] in (64, 128, 256) and pages and not rotated and not fp8
+    wide = E4M3 not in (key.get("pool"), key.get("cache_dtype")) or key["dtype"] == BF16
+    return key["dim"] in (64, 128, 256) and key["dtype"] != E4M3 and wide
+
+
+def fewest_rows(key: Key) -> int:
+    """Query rows of a request, on average, from which on that kernel serves packed calls."""
+    page = key.get("page_size")
+    if page is None:
+        return 16
+    read = page % 8 == 0 and (128 % page == 0 or page % 128 == 0)
+    wide = E4M3 not in (key.get("pool"), key.get("cache_dtype"))
+    if read and wide and "pos_encoding_mode" not in key:
+        return 16
+    return max(16, -(-256 * key["heads_kv"] // key["heads"]))
 
 
 def draw_call(op: str, key: Key, draw: Draw) -> Any:
@@ -400,9 +409,9 @@ def gqa_dense_fwd_call(k, draw):
 
 
 def query_lengths(k, draw: Draw, batch: int, most: int) -> list[int]:
-    """Lengths up to `most`; where they are to be long, of at least 16 rows on average."""
+    """Lengths up to `most`; where they are to be long, of enough rows on average."""
     lens = [draw.length(most) for _ in range(batch)]
-    missing = -(-(16 * batch - sum(lens)) // batch)
+    missing = -(-(fewest_rows(k.key) * batch - sum(lens)) // batch)
     return [n + missing for n in lens] if k.long and missing > 0 else lens
 
 

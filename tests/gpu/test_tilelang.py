@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ops_registry.accuracy import FORWARD, LSE
-from ops_registry.contract import CONTRACTS
+from ops_registry.contract import BUILTIN_KERNELS, CONTRACTS, E4M3
 from ops_registry.targets import aside
 from tests import checks, poison
 from tests.gpu import draws, random_calls, test_graphs, twins
@@ -65,6 +65,11 @@ def test_explain_names_it():
 
 
 # ------------------------------------------------------------------- the other operators too
+
+
+def tilelang_of(name):
+    return next(kernel for kernel in BUILTIN_KERNELS[name] if kernel.name == "tilelang")
+
 
 every_operator = pytest.mark.parametrize("name", draws.LONG)
 
@@ -191,6 +196,96 @@ def test_values_of_e4m3(rows, out_dtype, options):
     checks.assert_close(first, expected, FORWARD[out_dtype])
     for _ in range(3):
         assert torch.equal(first, op(*given, q_scale, k_scale, v_scale))
+
+
+# ------------------------------------------------------- wide heads, pools and parts of tensors
+
+WIDE = {"dim": 256, "heads": 4, "heads_kv": 2}
+TURNED = {"pos_encoding_mode": "rope", "rotary_dim": None, "rope_layout": "neox"}
+LATER = {"fuse_rope": True, "rotary_dim": 64, "max_position": 1 << 17, "rope_base": 10000.0}
+BYTES = {"pool": E4M3, "scales": "tensor"}
+NO_LEFT = {"window_size_left": -1}
+OTHERS = [
+    ("gqa_varlen_fwd", WIDE | NO_LEFT | {"sinks": False}),
+    ("gqa_varlen_fwd", WIDE),
+    ("gqa_varlen_fwd", WIDE | NO_LEFT | {"softcap": 20.0, "sinks": False}),
+    ("gqa_paged_fwd", WIDE | NO_LEFT | {"page_size": 8}),
+    ("gqa_paged_fwd", WIDE | {"sinks": True}),
+    ("gqa_paged_fwd", WIDE | {"page_size": 32, "window_size_left": 127}),
+    ("gqa_paged_fwd", WIDE | NO_LEFT | {"page_size": 64}),
+    ("gqa_paged_fwd", WIDE | {"page_size": 256}),
+    ("gqa_prefill_paged_fwd", WIDE | {"page_size": 16}),
+    ("gqa_prefill_paged_fwd", WIDE | {"softcap": 20.0}),
+    # Pools that are copied first.
+    ("gqa_paged_fwd", {"page_size": 1, "dim": 64}),
+    ("gqa_paged_fwd", {"page_size": 20, "dim": 256}),
+    ("gqa_paged_fwd", BYTES | {"page_size": 64}),
+    ("gqa_paged_fwd", TURNED | NO_LEFT | BYTES | {"scales": "head"}),
+    ("gqa_paged_fwd", TURNED),
+    ("gqa_paged_fwd", TURNED | {"rope_layout": "interleaved", "rotary_dim": 32}),
+    ("gqa_prefill_paged_fwd", {"page_size": 20}),
+    ("gqa_prefill_paged_fwd", {"cache_dtype": E4M3}),
+    ("gqa_prefill_paged_fwd", LATER | {"cache_dtype": E4M3, "dim": 128, "page_size": 7}),
+]
+
+
+@pytest.mark.parametrize("op, own", OTHERS, ids=range(len(OTHERS)))
+def test_values_of_wide_heads_and_of_copied_pools(op, own):
+    key = draws.LONG[op] | own
+    if key.get("window_size_left") == -1:
+        del key["window_size_left"]
+    for seed in range(4):
+        call = draws.draw_call(op, key, draws.Draw(f"{op} {seed}", "cuda", 1 << 20))
+        kernel = next(x for x in BUILTIN_KERNELS[op] if x.name == "tilelang")
+        assert kernel.refusal(call) is None
+        used, before = poison.poisoned(call), poison.poisoned(call)
+        result = CONTRACTS[op].op(*used)
+        actual = (result,) if torch.is_tensor(result) else tuple(result)
+        actual += tuple(getattr(used, x) for x in CONTRACTS[op].mutated)
+        random_calls.judge(op, key, actual, before)
+
+
+def test_parts_of_one_tensor():
+    """Projected together, heads first, keys in every other row, a request of many."""
+    q, k, v = noise(300, 8, 2)
+    rows = k.shape[1]
+    together = torch.randn(2, rows, 12, 128, device="cuda").to(BF16)
+    heads_first = torch.randn(2, 8, 300, 128, device="cuda").to(BF16).transpose(1, 2)
+    every_other = torch.randn(2, 2 * rows, 2, 128, device="cuda").to(BF16)[:, ::2]
+    for given in (
+        (together[:, :300, :8], together[:, :, 8:10], together[:, :, 10:]),
+        (heads_first, k, v),
+        (q, every_other, v),
+        (q[:1], together[:1, :, 8:10], together[1:, :, 10:]),
+    ):
+        assert SERVES in explain(OP, *given).splitlines()
+        judge(OP(*given), given)
+        assert torch.equal(OP(*given), OP(*(x.contiguous() for x in given)))
+
+
+def test_pools_of_pages_that_hold_keys_and_values():
+    """[N, 2, page, H_kv, D], and heads before the rows of a page."""
+    op = CONTRACTS["gqa_paged_fwd"].op
+    call = long_call("gqa_paged_fwd")
+    expected = op(*call)
+    both = torch.stack((call.k_pages, call.v_pages), 1)
+    k, v = both.unbind(1)
+    assert torch.equal(op(*call._replace(k_pages=k, v_pages=v)), expected)
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    assert torch.equal(op(*call._replace(k_pages=k, v_pages=v)), expected)
+
+
+def test_replays_of_copied_pools():
+    op = CONTRACTS["gqa_paged_fwd"].op
+    key = draws.LONG["gqa_paged_fwd"] | BYTES
+    call = draws.draw_call("gqa_paged_fwd", key, draws.Draw("copied", "cuda", 1 << 20))
+    op(*call)
+    graph, static, result = test_graphs.captured(op, call)
+    for seed in range(3):
+        other = other_values(call, seed) if seed else checks.clone(call)
+        test_graphs.overwrite(static, other)
+        graph.replay()
+        random_calls.judge("gqa_paged_fwd", key, (result,), other)
 
 
 # ------------------------------------------------------------------------- keys in parts

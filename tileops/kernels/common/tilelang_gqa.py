@@ -48,8 +48,7 @@ def tiles_for(dim: int, layout: str, page: int, left: int) -> Tiles:
         return Tiles(2, 80 if layout != "paged" or 80 % page == 0 else 64, 2)
     if dim == 64:
         return Tiles(3, 64, 4) if 0 <= left < NARROW and page <= 64 else Tiles(3, 128, 2)
-    packed = layout == "packed" or (layout == "paged" and 80 % page == 0)
-    return Tiles(3, 80, 2) if packed else Tiles(2, 128, 2)
+    return Tiles(3, 80, 2) if layout == "packed" else Tiles(2, 128, 2)
 
 
 def packed_heads(group: int, rows: int) -> int:

@@ -31,6 +31,8 @@ EMPTY = 1 / 4  # of their rows; with more, tiles that heads share are faster
 ALIGNMENT = 16  # bytes, of where the copy engine starts, and of its strides
 MOST_ELEMENTS = 2**30  # of a dense tensor: the strides of o are 32-bit
 MOST_ROWS = 2**31  # of a packed tensor or a pool: coordinates are 32-bit
+MOST_COPIED = 2**30  # bytes of keys and values that are copied before a call reads them
+FEWEST_COPIED = 256  # query rows of a KV head that make up for reading its keys once more
 SCALES = 2.0**-60, 2.0**60  # between them nothing of a finite call leaves float32
 CAPS = 1e-3, 1e3  # of a softcap: tanh is off by 1e-7, a logit by so many times that
 
@@ -52,22 +54,71 @@ def option_refusal(call: Any) -> str | None:
     return None
 
 
-def tensor_refusal(
-    q: Tensor, *, pools: bool = False, e4m3: bool = False, **keys: Tensor
-) -> str | None:
-    """Why queries [..., H, D] and what holds keys and values are not served, by their names.
+def tensor_refusal(q: Tensor, *, e4m3: bool = False, **keys: Tensor) -> str | None:
+    """Why queries [..., H, D] and keys and values, by their names, are not served.
 
-    pools: keys and values are rows of pools, 3- or 4-dimensional. e4m3:
-    whether they may be of one byte.
+    e4m3: whether they may be of one byte.
     """
-    dim = q.shape[-1]
-    if dim not in DIMS:
-        return f"serves head dims of 64, 128 and 256 columns, got D={dim}"
     served = (*HALF, torch.float8_e4m3fn) if e4m3 else HALF
-    problem = _problem("q", q, served)
+    problem = _dim_problem(q) or _problem("q", q, served)
     for name, x in keys.items():
-        problem = problem or _problem(name, x, served, pools)
+        problem = problem or _problem(name, x, served)
     return problem
+
+
+def _dim_problem(q: Tensor) -> str | None:
+    dim = q.shape[-1]
+    return None if dim in DIMS else f"serves head dims of 64, 128 and 256 columns, got D={dim}"
+
+
+def pools_refusal(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page: int, table: Tensor, rotates: bool = False
+) -> str | None:
+    """Why q [T_q, H, D] over pools [..., H_kv, D] behind table [B, W] is not served.
+
+    Pools that the kernel cannot read are copied first: of the rows that the table has room for.
+    """
+    problem = _dim_problem(q) or _problem("q", q, HALF)
+    pools = {"k_pages": k_pages, "v_pages": v_pages}
+    for name, x in pools.items():
+        problem = problem or _size_problem(name, x, pools=True)
+    why = copied(q, k_pages, v_pages, page, rotates)
+    if problem or why is None:
+        return problem
+    for name, x in pools.items():
+        if not _unknown(x) and x.stride(-1) != 1:
+            return _place_problem(name, x)
+    if k_pages.dtype not in HALF and q.dtype != torch.bfloat16:
+        return f"widens pools for bfloat16 alone, got q of {str(q.dtype).removeprefix('torch.')}"
+    requests, width = table.shape
+    size = 4 * requests * width * page * k_pages.shape[-2] * k_pages.shape[-1]
+    if isinstance(size, int) and size > MOST_COPIED:
+        return (
+            f"copies {why}, at most 2**30 bytes, and the table has room for {size} bytes of keys "
+            "and values"
+        )
+    rows = q.shape[0] * (q.shape[1] // k_pages.shape[-2])
+    if isinstance(rows, int) and isinstance(requests, int) and rows < FEWEST_COPIED * requests:
+        return (
+            f"copies {why}, for {FEWEST_COPIED} and more query rows of a KV head a request, got "
+            f"{rows // requests}"
+        )
+    return None
+
+
+def copied(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page: int, rotates: bool = False
+) -> str | None:
+    """What is copied to 16-bit pages of its own before the kernel reads it, None if nothing is."""
+    if rotates:
+        return "keys that are rotated"
+    if k_pages.dtype != q.dtype:
+        return f"pools of {str(k_pages.dtype).removeprefix('torch.')}"
+    if not (page % 8 == 0 and (128 % page == 0 or page % 128 == 0)):
+        return f"pages of {page} rows"
+    if _place_problem("k_pages", k_pages) or _place_problem("v_pages", v_pages):
+        return "pools that the copy engine cannot read"
+    return None
 
 
 def e4m3_refusal(call: Any) -> str | None:
@@ -85,14 +136,20 @@ def e4m3_refusal(call: Any) -> str | None:
     return None
 
 
-def _problem(
-    name: str, x: Tensor, served: Container[torch.dtype], pools: bool = False
-) -> str | None:
+def _problem(name: str, x: Tensor, served: Container[torch.dtype]) -> str | None:
     """Why the copy engine or the products cannot take x."""
     if x.dtype not in served:
         return f"serves float16 and bfloat16, got {name} of {str(x.dtype).removeprefix('torch.')}"
-    traced = tracing.traced(x)
-    if traced and not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
+    return _size_problem(name, x) or _place_problem(name, x)
+
+
+def _unknown(x: Tensor) -> bool:
+    """Whether sizes of x are decided when the program runs."""
+    return tracing.traced(x) and not all(isinstance(n, int) for n in (*x.shape, *x.stride()))
+
+
+def _size_problem(name: str, x: Tensor, pools: bool = False) -> str | None:
+    if _unknown(x):
         return None
     elements = x.numel()
     if not elements:
@@ -101,12 +158,18 @@ def _problem(
         return f"serves tensors of fewer than 2**30 elements, got {name} of shape {list(x.shape)}"
     if elements // (x.shape[-1] * x.shape[-2]) >= MOST_ROWS:
         return f"serves fewer than 2**31 rows, got {name} of shape {list(x.shape)}"
+    return None
+
+
+def _place_problem(name: str, x: Tensor) -> str | None:
+    if _unknown(x):
+        return None
     if not _is_strided(x):
         return (
             f"reads dense rows at strides of multiples of {ALIGNMENT} bytes, got {name} with "
             f"strides {x.stride()}"
         )
-    if not traced and x.data_ptr() % ALIGNMENT:
+    if not tracing.traced(x) and x.data_ptr() % ALIGNMENT:
         return f"reads from multiples of {ALIGNMENT} bytes, got {name} between them"
     return None
 
@@ -156,13 +219,6 @@ def _is_few(q: Tensor, keys: Any) -> bool:
     if not all(isinstance(n, int) for n in q.shape):
         return False
     return 3 * q.shape[:-1].numel() <= 128 * machine(q).processors
-
-
-def page_refusal(page: int) -> str | None:
-    """Why pages of so many rows are not served: a block of keys is whole pages, or in one."""
-    if page % 8 == 0 and (128 % page == 0 or page % 128 == 0):
-        return None
-    return f"serves pages of 8, 16, 32, 64 or a multiple of 128 rows, got {page}"
 
 
 # -------------------------------------------------------------------------- what compiles them

@@ -1,0 +1,195 @@
+"""A paged cache copied for kernels that read 16-bit blocks: widened, rotated, page after page.
+
+For what such a kernel cannot do as it reads: pools of e4m3, keys that are rotated when they are
+read, pages that are no whole part of its blocks.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tileops.kernels.common.launch import e4m3_argument, launch, native_e4m3, padded, rows
+from tileops.kernels.common.triton_rope import load_rotated_rows, load_rows
+
+PAGE_OUT = 128  # rows of a page of the copy
+BLOCK = 64  # (row, head) pairs of a program
+
+
+@triton.jit(do_not_specialize=["width", "width_out"])
+def widen_kernel(
+    k_pool,
+    v_pool,
+    k_scale,
+    v_scale,
+    k_new,
+    v_new,
+    cos,
+    sin,
+    offsets,
+    lengths,
+    table,
+    k_out,
+    v_out,
+    table_out,
+    width,
+    width_out,
+    PAGE: tl.constexpr,
+    PAGE_OUT: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    K_PAGE: tl.constexpr,
+    K_ROW: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_PAGE: tl.constexpr,
+    V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    K_NEW: tl.constexpr,
+    V_NEW: tl.constexpr,
+    APPENDED: tl.constexpr,
+    FRESH: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROTARY: tl.constexpr,
+    NEOX: tl.constexpr,
+    E4M3: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """k_out, v_out [B * width_out, PAGE_OUT, HEADS, D]: the rows of the requests in order.
+
+    table_out [B, width_out]: their pages. Strides of pools by page, row and head, and of k_new,
+    v_new by token. Request b has lengths[b] keys in the pools behind table [B, width]; APPENDED:
+    and those of offsets[b] to offsets[b + 1], with FRESH in k_new, v_new. SCALES: how many
+    numbers of k_scale, v_scale a request has, 0 for one of all. ROTARY > 0: keys are turned to
+    their positions by tables cos, sin. Rows behind a request are left as they are.
+    """
+    PER_PAGE: tl.constexpr = PAGE_OUT * HEADS // BLOCK
+    program = tl.program_id(0).to(tl.int64)
+    page_out = program // PER_PAGE
+    b = page_out // width_out
+    if program % PER_PAGE == 0:
+        tl.store(table_out + page_out, page_out.to(tl.int32))
+    old = tl.load(lengths + b)
+    total = old
+    begin = 0
+    if APPENDED:
+        begin = tl.load(offsets + b)
+        total += tl.load(offsets + b + 1) - begin
+        if not FRESH:
+            old = total
+    pair = program % PER_PAGE * BLOCK + tl.arange(0, BLOCK)
+    head = pair % HEADS
+    position = page_out % width_out * PAGE_OUT + pair // HEADS
+    if page_out % width_out * PAGE_OUT + program % PER_PAGE * BLOCK // HEADS >= total:
+        return
+    entry = position // PAGE
+    stored = (position < old) & (entry < width)
+    page = tl.load(table + b * width + entry, mask=stored, other=0).to(tl.int64)
+    row = position % PAGE
+    k_at = page * K_PAGE + row * K_ROW + head * K_HEAD
+    v_at = page * V_PAGE + row * V_ROW + head * V_HEAD
+    if ROTARY > 0:
+        keys = load_rotated_rows(
+            k_pool, k_at, stored, position, cos, sin, D, BLOCK_D, ROTARY, NEOX, E4M3, NATIVE
+        )
+    else:
+        keys = load_rows(k_pool, k_at, stored, D, BLOCK_D, tl.float32, E4M3, NATIVE, True)
+    values = load_rows(v_pool, v_at, stored, D, BLOCK_D, tl.float32, E4M3, NATIVE, True)
+    if E4M3:
+        which = b * SCALES + tl.minimum(head, tl.maximum(SCALES - 1, 0))
+        keys *= tl.load(k_scale + which)[:, None]
+        values *= tl.load(v_scale + which)[:, None]
+    if FRESH:
+        fresh = (position >= old) & (position < total)
+        token = begin + position - old
+        new_keys = load_rows(
+            k_new, token * K_NEW + head * D, fresh, D, BLOCK_D, tl.float32, False, True, True
+        )
+        new_values = load_rows(
+            v_new, token * V_NEW + head * D, fresh, D, BLOCK_D, tl.float32, False, True, True
+        )
+        keys = tl.where(fresh[:, None], new_keys, keys)
+        values = tl.where(fresh[:, None], new_values, values)
+    column = tl.arange(0, BLOCK_D)
+    at = (program * BLOCK + tl.arange(0, BLOCK))[:, None] * D + column[None, :]
+    kept = (position < total)[:, None] & (column < D)[None, :]
+    tl.store(k_out + at, keys.to(k_out.dtype.element_ty), mask=kept)
+    tl.store(v_out + at, values.to(v_out.dtype.element_ty), mask=kept)
+
+
+class Pools(NamedTuple):
+    """Pools [N, page, H_kv, D] of any strides whose last is 1, behind contiguous metadata.
+
+    table [B, W]; lengths [B]: keys of each request. offsets [B + 1]: the tokens in them of a call
+    that appends, which lengths do not count; fresh: those tokens' keys and values, [T, H_kv, D],
+    where they are read instead of the pools. Scales, of e4m3 pools: [1] or [B, H_kv].
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    lengths: Tensor
+    offsets: Tensor | None = None
+    fresh: tuple[Tensor, Tensor] | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+def widened(pools: Pools, dtype: torch.dtype, rope: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [B * W', 128, H_kv, D] of a 16-bit dtype and their table [B, W'].
+
+    rope: a call whose tables rotate the keys, to their positions in the request.
+    """
+    k, table = pools.k, pools.table
+    page, heads, dim = k.shape[1:]
+    requests, width = table.shape
+    width_out = -(-width * page // PAGE_OUT)
+    shape = (requests * width_out, PAGE_OUT, heads, dim)
+    k_out, v_out = (k.new_empty(shape, dtype=dtype) for _ in range(2))
+    table_out = table.new_empty((requests, width_out))
+    e4m3 = k.dtype.itemsize == 1
+    scales = [x.contiguous() if e4m3 and x is not None else k_out for x in pools[-2:]]
+    (k_new, k_new_row), (v_new, v_new_row) = (rows(x) for x in pools.fresh or (k_out, v_out))
+    rotary = 0 if rope is None else rope.rotary_dim or dim
+    launch(
+        widen_kernel,
+        (shape[0] * PAGE_OUT * heads // BLOCK,),
+        e4m3_argument(k),
+        e4m3_argument(pools.v),
+        *scales,
+        k_new,
+        v_new,
+        rope.rope_cos.contiguous() if rotary else k_out,
+        rope.rope_sin.contiguous() if rotary else k_out,
+        table if pools.offsets is None else pools.offsets,
+        pools.lengths,
+        table,
+        k_out,
+        v_out,
+        table_out,
+        width,
+        width_out,
+        PAGE=page,
+        PAGE_OUT=PAGE_OUT,
+        HEADS=heads,
+        D=dim,
+        BLOCK_D=padded(dim),
+        **dict(zip(("K_PAGE", "K_ROW", "K_HEAD"), k.stride(), strict=False)),
+        **dict(zip(("V_PAGE", "V_ROW", "V_HEAD"), pools.v.stride(), strict=False)),
+        K_NEW=k_new_row,
+        V_NEW=v_new_row,
+        APPENDED=pools.offsets is not None,
+        FRESH=pools.fresh is not None,
+        SCALES=heads if e4m3 and scales[0].dim() == 2 else 0,
+        ROTARY=rotary,
+        NEOX=bool(rotary) and rope.rope_layout == "neox",
+        E4M3=e4m3,
+        NATIVE=native_e4m3(k),
+        BLOCK=BLOCK,
+        warps=4,
+        stages=1,
+    )
+    return k_out, v_out, table_out
