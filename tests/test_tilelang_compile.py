@@ -72,9 +72,7 @@ CALLS = {
     "paged-16-d256": paged(page=16, **D256),
     "paged-64-d256-sinks": paged(sinks=meta(8, dtype=F32), **D256),
 }
-# Bytes of stores, and of loads: what a tile is, read a few times a block.
-WIDE = ("dense-d256-window-cap", "dense-d256-split", "packed-d256-full", "paged-16-d256")
-SPILLS = {"paged-d64-all": 32, **dict.fromkeys(WIDE, 60)}
+SPILLS = {"paged-d64-all": 32}  # bytes of stores, and of loads
 
 
 def source(launch):

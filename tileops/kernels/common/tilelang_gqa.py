@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 def tiles_for(dim: int, layout: str, page: int, left: int) -> Tiles:
     """The fastest by docs/design/hopper-log.md; a block of keys is whole pages, or in one."""
     if dim == 256:
-        return Tiles(2, 80 if layout != "paged" or 80 % page == 0 else 64, 2)
+        return Tiles(2, 64, 2)
     if dim == 64:
         return Tiles(3, 64, 4) if 0 <= left < NARROW and page <= 64 else Tiles(3, 128, 2)
     return Tiles(3, 80, 2) if layout == "packed" else Tiles(2, 128, 2)

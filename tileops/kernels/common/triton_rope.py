@@ -93,6 +93,30 @@ def load_rotated_rows(
     return rotated
 
 
+@triton.jit
+def load_rotated_halves(
+    x,
+    at,
+    keep,
+    positions,
+    cos,
+    sin,
+    HALF: tl.constexpr,
+    E4M3: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """float32 [N, HALF] twice: `load_rotated_rows` of rows of 2 * HALF columns, all rotated, neox.
+
+    Each number and each entry of the tables is loaded once, not twice.
+    """
+    a = load_rows(x, at, keep, HALF, HALF, tl.float32, E4M3, NATIVE, True)
+    b = load_rows(x, at + HALF, keep, HALF, HALF, tl.float32, E4M3, NATIVE, True)
+    entry = positions.to(tl.int64)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    c = tl.load(cos + entry, mask=keep[:, None], other=1.0).to(tl.float32)
+    s = tl.load(sin + entry, mask=keep[:, None], other=0.0).to(tl.float32)
+    return a * c - b * s, b * c + a * s
+
+
 @triton.jit(do_not_specialize=["tokens", "requests", "length", "length_kv"])
 def rotate_kernel(
     x,
@@ -148,15 +172,24 @@ def rotate_kernel(
         position = token % tl.maximum(length, 1) + length_kv - length
     live_position = live & (position >= 0)
     at = token * ROW + (row % HEADS) * D
-    rotated = load_rotated_rows(
-        x, at, live_position, position, cos, sin, D, BLOCK_D, ROTARY, NEOX, E4M3, NATIVE
-    )
-    column = tl.arange(0, BLOCK_D)
-    tl.store(
-        out + row[:, None] * D + column[None, :],
-        rotated.to(out.dtype.element_ty),
-        mask=live[:, None] & (column < D)[None, :],
-    )
+    if NEOX and ROTARY == BLOCK_D:
+        HALF: tl.constexpr = ROTARY // 2
+        first, second = load_rotated_halves(
+            x, at, live_position, position, cos, sin, HALF, E4M3, NATIVE
+        )
+        to = out + row[:, None] * D + tl.arange(0, HALF)[None, :]
+        tl.store(to, first.to(out.dtype.element_ty), mask=live[:, None])
+        tl.store(to + HALF, second.to(out.dtype.element_ty), mask=live[:, None])
+    else:
+        rotated = load_rotated_rows(
+            x, at, live_position, position, cos, sin, D, BLOCK_D, ROTARY, NEOX, E4M3, NATIVE
+        )
+        column = tl.arange(0, BLOCK_D)
+        tl.store(
+            out + row[:, None] * D + column[None, :],
+            rotated.to(out.dtype.element_ty),
+            mask=live[:, None] & (column < D)[None, :],
+        )
 
 
 def rotated(

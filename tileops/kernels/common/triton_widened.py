@@ -12,10 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tileops.kernels.common.launch import e4m3_argument, launch, native_e4m3, padded, rows
-from tileops.kernels.common.triton_rope import load_rotated_rows, load_rows
+from tileops.kernels.common.triton_rope import (
+    load_rotated_halves,
+    load_rotated_rows,
+    load_rows,
+)
 
 PAGE_OUT = 128  # rows of a page of the copy
-BLOCK = 64  # (row, head) pairs of a program
+BLOCK = 32  # (row, head) pairs of a program
 
 
 @triton.jit(do_not_specialize=["width", "width_out"])
@@ -91,33 +95,47 @@ def widen_kernel(
     row = position % PAGE
     k_at = page * K_PAGE + row * K_ROW + head * K_HEAD
     v_at = page * V_PAGE + row * V_ROW + head * V_HEAD
-    if ROTARY > 0:
-        keys = load_rotated_rows(
-            k_pool, k_at, stored, position, cos, sin, D, BLOCK_D, ROTARY, NEOX, E4M3, NATIVE
-        )
-    else:
-        keys = load_rows(k_pool, k_at, stored, D, BLOCK_D, tl.float32, E4M3, NATIVE, True)
+    column = tl.arange(0, BLOCK_D)
+    place = (program * BLOCK + tl.arange(0, BLOCK))[:, None] * D
+    live = (position < total)[:, None]
+    kept = live & (column < D)[None, :]
+    k_factor = 1.0
     values = load_rows(v_pool, v_at, stored, D, BLOCK_D, tl.float32, E4M3, NATIVE, True)
     if E4M3:
         which = b * SCALES + tl.minimum(head, tl.maximum(SCALES - 1, 0))
-        keys *= tl.load(k_scale + which)[:, None]
+        k_factor = tl.load(k_scale + which)[:, None]
         values *= tl.load(v_scale + which)[:, None]
     if FRESH:
         fresh = (position >= old) & (position < total)
         token = begin + position - old
-        new_keys = load_rows(
-            k_new, token * K_NEW + head * D, fresh, D, BLOCK_D, tl.float32, False, True, True
-        )
         new_values = load_rows(
             v_new, token * V_NEW + head * D, fresh, D, BLOCK_D, tl.float32, False, True, True
         )
-        keys = tl.where(fresh[:, None], new_keys, keys)
         values = tl.where(fresh[:, None], new_values, values)
-    column = tl.arange(0, BLOCK_D)
-    at = (program * BLOCK + tl.arange(0, BLOCK))[:, None] * D + column[None, :]
-    kept = (position < total)[:, None] & (column < D)[None, :]
-    tl.store(k_out + at, keys.to(k_out.dtype.element_ty), mask=kept)
-    tl.store(v_out + at, values.to(v_out.dtype.element_ty), mask=kept)
+    tl.store(v_out + place + column[None, :], values.to(v_out.dtype.element_ty), mask=kept)
+    if NEOX and ROTARY == BLOCK_D:
+        HALF: tl.constexpr = ROTARY // 2
+        first, second = load_rotated_halves(
+            k_pool, k_at, stored, position, cos, sin, HALF, E4M3, NATIVE
+        )
+        to = k_out + place + tl.arange(0, HALF)[None, :]
+        tl.store(to, (first * k_factor).to(k_out.dtype.element_ty), mask=live)
+        tl.store(to + HALF, (second * k_factor).to(k_out.dtype.element_ty), mask=live)
+    else:
+        if ROTARY > 0:
+            keys = load_rotated_rows(
+                k_pool, k_at, stored, position, cos, sin, D, BLOCK_D, ROTARY, NEOX, E4M3, NATIVE
+            )
+        else:
+            keys = load_rows(k_pool, k_at, stored, D, BLOCK_D, tl.float32, E4M3, NATIVE, True)
+        if E4M3:
+            keys *= k_factor
+        if FRESH:
+            new_keys = load_rows(
+                k_new, token * K_NEW + head * D, fresh, D, BLOCK_D, tl.float32, False, True, True
+            )
+            keys = tl.where(fresh[:, None], new_keys, keys)
+        tl.store(k_out + place + column[None, :], keys.to(k_out.dtype.element_ty), mask=kept)
 
 
 class Pools(NamedTuple):
