@@ -228,7 +228,7 @@ def register(
         key, pointers = known
         repeat = repeats.found.get(key)
         if repeat:
-            return repeat(pointers)
+            return repeat(pointers, call)
         if not repeats.wanted(key):
             return validated(call, checked)[0]
         out, repeat = validated(call, checked, remember=True)

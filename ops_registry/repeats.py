@@ -23,8 +23,8 @@ ALIGNMENT = 16  # bytes; what decides how a pointer is loaded through
 MOST = 1024  # remembered calls of one operator
 PLAIN = (Tensor, torch.nn.Parameter)
 
-# A remembered call: takes the pointers of the tensors in order, returns the outputs.
-Repeat = Callable[[list[int]], Any]
+# A remembered call: takes the pointers of the tensors in order, and the call; returns the outputs.
+Repeat = Callable[[list[int], Any], Any]
 
 _paused = 0
 

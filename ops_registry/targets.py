@@ -25,6 +25,7 @@ from .errors import NoKernelError, UnknownTargetError
 
 if TYPE_CHECKING:
     from .contract import OpContract
+    from .repeats import Repeat
 
 Target: TypeAlias = str | None
 BUILTIN = "builtin"
@@ -60,7 +61,7 @@ class Kernel:
     refusal: Callable[[Any], str | None] = lambda call: None
     devices: tuple[str, ...] = ()
     lowering: Lowering = Lowering.OPAQUE
-    remember: Callable[[Any, Any], Callable[[list[int]], Any] | None] | None = None
+    remember: Callable[[Any, Any], Repeat | None] | None = None
 
     def declines(self, call: Any, packaged: bool) -> str | None:
         if self.name in _aside and self.target == BUILTIN:
@@ -103,7 +104,8 @@ _KINDS = {
         ("cuda",),
         Lowering.OPAQUE,
         "tilelang",
-        limits="tileops.kernels.common.tilelang_limits",
+        "tileops.kernels.common.repeat",
+        "tileops.kernels.common.tilelang_limits",
     ),
     "triton": _Kind(
         ("cuda",),
@@ -161,7 +163,7 @@ def builtin_kernel(name: str, module: str, op: str) -> Kernel:
         # The device first: nothing that can be installed helps where it is not served.
         return limits()(call) or missing() or getattr(loaded(), op + "_refusal", _serves_all)(call)
 
-    def remember(out: Any, call: Any) -> Callable[[list[int]], Any] | None:
+    def remember(out: Any, call: Any) -> Repeat | None:
         return importlib.import_module(str(kind.remembers)).remember(run, out, call)
 
     return Kernel(

@@ -8,11 +8,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_registry import repeats, targets
 from ops_registry.targets import ExternalTarget, register_target, unregister_target
-from tests import aot, checks
+from tests import aot, checks, tilelang_calls
 from tests.cases import all_cases
 from tests.triton_target import kernels, triton_cases
 from tileops.kernels.common import launch, repeat
-from tileops.kernels.common.machine import overriding
+from tileops.kernels.common.machine import H200, overriding
 
 every_case = pytest.mark.parametrize("case", triton_cases(), ids=str)
 
@@ -77,7 +77,7 @@ def test_a_repeat_launches_what_the_launcher_would(case, size, log):
     again = repeat.remember(run, infer(first), first)
     assert again is not None
     log.clear()
-    outputs = again(addresses(second))
+    outputs = again(addresses(second), second)
     repeated = described(log, addresses((*second, *repeat._tensors(outputs))))
     log.clear()
     expected = infer(second)
@@ -89,6 +89,92 @@ def test_a_repeat_launches_what_the_launcher_would(case, size, log):
     assert [(x.shape, x.stride(), x.dtype) for x in repeat._tensors(outputs)] == [
         (x.shape, x.stride(), x.dtype) for x in repeat._tensors(expected)
     ]
+
+
+class OverTensors:
+    """Calls that a TileLang kernel serves, on the CPU, and what is launched over tensors."""
+
+    def __init__(self, monkeypatch, log):
+        from tileops.kernels.common import tilelang_gqa, tilelang_launch
+
+        self.log, self.counters = log, []
+        self.table = torch.zeros(8, 32, dtype=torch.int32)
+        for module in (tilelang_gqa, tilelang_launch):
+            monkeypatch.setattr(module, "counter", self.counter)
+        monkeypatch.setattr(tilelang_gqa, "machine", lambda x: H200)
+        monkeypatch.setattr(tilelang_launch, "_compiled", {})
+        monkeypatch.setattr(tilelang_launch, "_compile", lambda *_: self.launched)
+
+    def counter(self, x):
+        self.counters.append(self.table[len(self.counters), :1])
+        return self.counters[-1]
+
+    def launched(self, *args):
+        self.log.append(("tilelang", (1, 1, 1), args))
+
+    def described(self, outputs, call):
+        """The launches since, and shapes and strides of what those over tensors got."""
+        known = addresses((*call, *repeat._tensors(outputs), *self.counters))
+        given = [
+            (tuple(x.shape), x.stride(), x.dtype) if torch.is_tensor(x) else x
+            for kernel, _, args in self.log
+            for x in args
+            if kernel == "tilelang"
+        ]
+        found = described(self.log, known), given
+        self.log.clear()
+        self.counters.clear()
+        return found
+
+
+def on_cpu(call):
+    """The call with memory of its own."""
+    empty = {
+        name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        for name, x in call._asdict().items()
+        if torch.is_tensor(x)
+    }
+    return call._replace(**empty)
+
+
+ROPE = {"pos_encoding_mode": "rope", "rope_cos": tilelang_calls.meta(900, 64)}
+ROPE["rope_sin"] = ROPE["rope_cos"]
+SERVED = {
+    "dense": tilelang_calls.dense(),
+    "dense-parts-of-wider": tilelang_calls.dense(k=tilelang_calls.meta(2, 900, 7, 128)[:, :, 3:5]),
+    "dense-rotated": tilelang_calls.dense(**ROPE),
+    "dense-split": tilelang_calls.dense(rows=128),
+    "packed": tilelang_calls.packed(sinks=tilelang_calls.meta(8, dtype=torch.float32)),
+    "paged": tilelang_calls.paged(),
+    "paged-rotated": tilelang_calls.paged(**ROPE),
+    "appended": tilelang_calls.appended(fuse_rope=True, max_position=4096),
+    "appended-pages-of-20": tilelang_calls.appended(page=20),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_repeat_over_tensors(name, log, monkeypatch):
+    """With views of outputs and temporaries, other launches beside it, a counter of its own."""
+    shown = OverTensors(monkeypatch, log)
+    first, second = on_cpu(SERVED[name]), on_cpu(SERVED[name])
+    run, infer = tilelang_calls.run_of(first), aot.infers()[tilelang_calls.name_of(first)]
+    again = repeat.remember(run, infer(first), first)
+    assert again is not None
+    log.clear()
+    shown.counters.clear()
+    outputs = again(addresses(second), second)
+    assert len(shown.counters) == 1
+    repeated = shown.described(outputs, second)
+    outputs = infer(second)
+    run(outputs, second)
+    assert repeated == shown.described(outputs, second)
+
+
+def test_scales_that_are_multiplied_are_not_repeated(log, monkeypatch):
+    OverTensors(monkeypatch, log)
+    call = on_cpu(tilelang_calls.dense(dtype=torch.float8_e4m3fn, rows=4000, keys=4000))
+    run, infer = tilelang_calls.run_of(call), aot.infers()["gqa_dense_fwd"]
+    assert repeat.remember(run, infer(call), call) is None
 
 
 def remembered(**changes):

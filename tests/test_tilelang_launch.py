@@ -209,8 +209,8 @@ def streams(monkeypatch):
             current_device=lambda: state.device,
             device=lambda device: _using(state, device.index),
             is_current_stream_capturing=lambda: state.capturing,
-            current_stream=lambda: SimpleNamespace(cuda_stream=state.current),
         ),
+        _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: state.current),
     )
     monkeypatch.setattr(tilelang_launch, "torch", current)
     return state

@@ -96,7 +96,7 @@ def launches_of(call: Any) -> list[Any]:
     assert refusal(call) is None
     kernel = _kernel(call)
     with recording(H200) as found:
-        kernel.run(aot.infers()[_name(call)](call), call)
+        kernel.run(aot.infers()[name_of(call)](call), call)
     return found
 
 
@@ -112,9 +112,14 @@ def launch_of(call: Any) -> Launch:
     return launch
 
 
-def _name(call: Any) -> str:
+def run_of(call: Any) -> Any:
+    """What runs the call on Hopper: `(out, call) -> None`."""
+    return _kernel(call).run
+
+
+def name_of(call: Any) -> str:
     return type(call).__name__.removesuffix("_call")
 
 
 def _kernel(call: Any) -> Any:
-    return next(k for k in BUILTIN_KERNELS[_name(call)] if k.name == "tilelang")
+    return next(k for k in BUILTIN_KERNELS[name_of(call)] if k.name == "tilelang")

@@ -117,6 +117,19 @@ class Made(NamedTuple):
     args: tuple[Any, ...]
 
 
+class Called(NamedTuple):
+    """One eager launch of a kernel that takes tensors.
+
+    counter: one of the args, or memory that some of them view, which each launch has anew:
+    `fresh(tensor)` makes one on the tensor's device.
+    """
+
+    kernel: Callable[..., Any]
+    args: tuple[Any, ...]
+    counter: Tensor
+    fresh: Callable[[Tensor], Tensor]
+
+
 class Held(NamedTuple):
     """One eager launch that is yet to be made, by `_run` with these arguments."""
 
@@ -140,7 +153,7 @@ class Held(NamedTuple):
 class _Notes(threading.local):
     """The launches of a thread that are noted, and those that are held; None where none are."""
 
-    made: list[Made] | None = None
+    made: list[Made | Called] | None = None
     held: list[Held] | None = None
 
 
@@ -148,9 +161,9 @@ _notes = _Notes()
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[Made]]:
+def noting() -> Iterator[list[Made | Called]]:
     """Note the eager launches that this thread makes meanwhile (see `repeat.py`)."""
-    made: list[Made] = []
+    made: list[Made | Called] = []
     before, _notes.made = _notes.made, made
     try:
         yield made
@@ -158,7 +171,7 @@ def noting() -> Iterator[list[Made]]:
         _notes.made = before
 
 
-def noted() -> list[Made] | None:
+def noted() -> list[Made | Called] | None:
     """Where this thread's launches are noted, if they are."""
     return _notes.made
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tileops.kernels.common.launch import Made, noting
+from tileops.kernels.common.launch import Called, Made, noting
 
 ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -63,13 +63,55 @@ class _Place(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """A launch to repeat."""
+    """A launch to repeat, over pointers."""
 
     compiled: Any
     grid: tuple[int, ...]
     args: list[Any]
     pointers: tuple[_Place, ...]
     tiles: tuple[_Place, ...]
+
+    def again(self, memory: list[int], tensors: list[Tensor]) -> None:
+        args = self.args.copy()
+        for index, tensor, offset in self.pointers:
+            args[index] = memory[tensor] + offset
+        for index, tensor, offset in self.tiles:
+            args[index] = _moved(args[index], memory[tensor] + offset)
+        self.compiled[self.grid](*args)
+
+
+class _View(NamedTuple):
+    """Where the args of a launch have a tensor: a view of another, some elements on."""
+
+    argument: int
+    tensor: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Call(NamedTuple):
+    """A launch to repeat, over tensors.
+
+    whole: (argument, tensor) of the args that are a tensor as it is. The last of the tensors is
+    the counter.
+    """
+
+    kernel: Any
+    args: list[Any]
+    whole: tuple[tuple[int, int], ...]
+    views: tuple[_View, ...]
+    fresh: Any
+
+    def again(self, memory: list[int], tensors: list[Tensor]) -> None:
+        args = self.args.copy()
+        tensors = [*tensors, self.fresh(tensors[0])]
+        for index, tensor in self.whole:
+            args[index] = tensors[tensor]
+        for index, tensor, shape, stride, offset in self.views:
+            x = tensors[tensor]
+            args[index] = x.as_strided(shape, stride, x.storage_offset() + offset)
+        self.kernel(*args)
 
 
 class _Repeat:
@@ -79,7 +121,7 @@ class _Repeat:
         self,
         out: Any,
         made: list[tuple[Tensor, bool]],
-        launches: list[_Launch],
+        launches: list[_Launch | _Call],
         device: torch.device,
     ) -> None:
         outputs = _tensors(out)
@@ -91,32 +133,31 @@ class _Repeat:
         self.single = isinstance(out, Tensor)
         self.nothing = out is None
         self.launches = launches
+        self.over_tensors = any(isinstance(x, _Call) for x in launches)
         self.device = device
 
-    def __call__(self, pointers: list[int]) -> Any:
+    def __call__(self, pointers: list[int], call: Any) -> Any:
         device = self.device
         made = []
         for shape, stride, dtype, zeros in self.shaped:
             x = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             made.append(x.zero_() if zeros else x)
         pointers += [x.data_ptr() for x in made]
+        tensors = []
+        if self.over_tensors:
+            tensors = [*(x for x in call if isinstance(x, Tensor)), *made]
         if device.index == torch.cuda.current_device():
-            self._launch(pointers)
+            self._launch(pointers, tensors)
         else:
             with torch.cuda.device(device):
-                self._launch(pointers)
+                self._launch(pointers, tensors)
         if self.nothing:
             return None
         return made[0] if self.single else tuple(made[: self.outputs])
 
-    def _launch(self, memory: list[int]) -> None:
-        for compiled, grid, given, pointers, tiles in self.launches:
-            args = given.copy()
-            for index, tensor, offset in pointers:
-                args[index] = memory[tensor] + offset
-            for index, tensor, offset in tiles:
-                args[index] = _moved(args[index], memory[tensor] + offset)
-            compiled[grid](*args)
+    def _launch(self, memory: list[int], tensors: list[Tensor]) -> None:
+        for launch in self.launches:
+            launch.again(memory, tensors)
 
 
 def remember(run: Callable[[Any, Any], None], out: Any, call: Any) -> _Repeat | None:
@@ -129,7 +170,10 @@ def remember(run: Callable[[Any, Any], None], out: Any, call: Any) -> _Repeat | 
     places = _Places(tensors)
     if not watch.plain or places.ambiguous:
         return None
-    bound = [_bound(launch, places) for launch in launches]
+    bound: list[_Launch | _Call | None] = [
+        _bound(launch, places) if isinstance(launch, Made) else _bound_call(launch, tensors)
+        for launch in launches
+    ]
     if any(launch is None for launch in bound):
         return None
     return _Repeat(out, watch.made, [x for x in bound if x is not None], call[0].device)
@@ -182,6 +226,27 @@ def _bound(launch: Made, places: _Places) -> _Launch | None:
             return None
         found.append(_Place(index, *place))
     return _Launch(launch.compiled, launch.grid, args, tuple(pointers), tuple(tiles))
+
+
+def _bound_call(launch: Called, tensors: list[Tensor]) -> _Call | None:
+    tensors = [*tensors, launch.counter]
+    places = _Places(tensors)
+    args = list(launch.args)
+    whole: list[tuple[int, int]] = []
+    views: list[_View] = []
+    for index, x in enumerate(args):
+        if not isinstance(x, Tensor):
+            continue
+        place = places.find(x.data_ptr()) if x.numel() else None
+        if place is None or tensors[place[0]].dtype != x.dtype:
+            return None
+        base, offset = tensors[place[0]], place[1] // x.dtype.itemsize
+        args[index] = None
+        if not offset and x.shape == base.shape and x.stride() == base.stride():
+            whole.append((index, place[0]))
+        else:
+            views.append(_View(index, place[0], x.shape, x.stride(), offset))
+    return _Call(launch.kernel, args, tuple(whole), tuple(views), launch.fresh)
 
 
 def _moved(tiles: TensorDescriptor, address: int) -> TensorDescriptor:

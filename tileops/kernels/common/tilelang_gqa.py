@@ -140,7 +140,7 @@ def attend(
         v = v.to(torch.float16)
     launch(
         make,
-        q,
+        count,
         (
             q,
             k,

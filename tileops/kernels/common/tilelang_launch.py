@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ops_registry.errors import KernelUnavailableError
 from tileops.kernels.common import tilelang_limits
+from tileops.kernels.common.launch import Called, noted
 from tileops.kernels.common.recorder import recorded
 
 LOG = logging.getLogger("tileops")
@@ -63,11 +64,12 @@ _compiling = threading.Lock()
 
 
 def launch(
-    make: Callable[..., Any], first: Tensor, args: tuple[Any, ...], **constants: Any
+    make: Callable[..., Any], count: Tensor, args: tuple[Any, ...], **constants: Any
 ) -> None:
-    """Run what `make(**constants)` builds over args, on the device of `first`.
+    """Run what `make(**constants)` builds over args, on the device of `count`.
 
-    KernelUnavailableError if it cannot be compiled here.
+    count: the `counter` that is among the args. KernelUnavailableError if it cannot be compiled
+    here.
     """
     launches = recorded()
     if launches is not None:
@@ -77,12 +79,15 @@ def launch(
     kernel = _compiled.get(key)
     if kernel is None:
         kernel = _compile(make, constants, key)
-    device = first.device.index
+    device = count.device.index
     if device == torch.cuda.current_device():
         kernel(*args)
     else:
         with torch.cuda.device(device):
             kernel(*args)
+    made = noted()
+    if made is not None:
+        made.append(Called(kernel, args, count, counter))
 
 
 def _compile(make: Callable[..., Any], constants: dict[str, Any], key: Any) -> Callable[..., Any]:
@@ -254,6 +259,6 @@ def counter(tensor: Tensor) -> Tensor:
             if device.index not in _counters:
                 _counters[device.index] = _Counters(device)
             found = _counters[device.index]
-    stream = torch.cuda.current_stream().cuda_stream
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
     kept = found.of_stream.get(stream)
     return found.of(stream) if kept is None else kept
