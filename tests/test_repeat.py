@@ -144,6 +144,8 @@ SERVED = {
     "dense-parts-of-wider": tilelang_calls.dense(k=tilelang_calls.meta(2, 900, 7, 128)[:, :, 3:5]),
     "dense-rotated": tilelang_calls.dense(**ROPE),
     "dense-split": tilelang_calls.dense(rows=128),
+    "dense-e4m3": tilelang_calls.dense(dtype=torch.float8_e4m3fn),
+    "packed-e4m3": tilelang_calls.packed(dtype=torch.float8_e4m3fn),
     "packed": tilelang_calls.packed(sinks=tilelang_calls.meta(8, dtype=torch.float32)),
     "paged": tilelang_calls.paged(),
     "paged-rotated": tilelang_calls.paged(**ROPE),
@@ -168,13 +170,6 @@ def test_a_repeat_over_tensors(name, log, monkeypatch):
     outputs = infer(second)
     run(outputs, second)
     assert repeated == shown.described(outputs, second)
-
-
-def test_scales_that_are_multiplied_are_not_repeated(log, monkeypatch):
-    OverTensors(monkeypatch, log)
-    call = on_cpu(tilelang_calls.dense(dtype=torch.float8_e4m3fn, rows=4000, keys=4000))
-    run, infer = tilelang_calls.run_of(call), aot.infers()["gqa_dense_fwd"]
-    assert repeat.remember(run, infer(call), call) is None
 
 
 def remembered(**changes):

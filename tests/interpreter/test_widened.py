@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tileops.kernels.common.rope import rope_rows, rotate
-from tileops.kernels.common.triton_widened import PAGE_OUT, Pools, widened
+from tileops.kernels.common.triton_widened import PAGE_OUT, Pools, widened, widened_values
 
 F16, F32, E4M3 = torch.float16, torch.float32, torch.float8_e4m3fn
 HEADS, DIM, WIDTH = 3, 64, 5
@@ -106,3 +106,15 @@ def test_appended_tokens_count(dtype):
             for x, fresh in zip(both, (k, v), strict=True):
                 x[len(x) - (end - begin) :] = fresh[begin:end]
     judge(widened(pools, F16), rows)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 64), (2, 50, 3, 128), (77, 5, 64), (2, 9, 4, 48)])
+@pytest.mark.parametrize("requests", [0, 1, 2, 300])
+def test_values_and_factors(shape, requests):
+    v = torch.randn(shape).to(E4M3)
+    wide = torch.stack((v.view(torch.uint8),) * 2, -3).view(E4M3)[..., 1, :, :]
+    scales = torch.randn(3, requests, shape[-2])
+    for x in (v, wide):
+        values, factors = widened_values(x, *scales)
+        assert torch.equal(values, v.to(F16))
+        assert torch.equal(factors, torch.stack((scales[0] * scales[1], scales[2])))

@@ -10,6 +10,7 @@ from tileops.kernels.common.recorder import machine
 from tileops.kernels.common.tilelang_attention import make
 from tileops.kernels.common.tilelang_launch import counter, launch
 from tileops.kernels.common.triton_gqa import Scores, join, window_of
+from tileops.kernels.common.triton_widened import widened_values
 
 LOG2E = math.log2(math.e)
 L2_BYTES = 40 * 2**20  # of keys and values that stay in the L2 cache while they are in use
@@ -136,8 +137,7 @@ def attend(
     if e4m3:
         assert scores.q_scale is not None and scores.k_scale is not None
         assert scores.v_scale is not None
-        of_heads = torch.stack((scores.q_scale * scores.k_scale, scores.v_scale))
-        v = v.to(torch.float16)
+        v, of_heads = widened_values(v, scores.q_scale, scores.k_scale, scores.v_scale)
     launch(
         make,
         count,

@@ -1,7 +1,7 @@
-"""A paged cache copied for kernels that read 16-bit blocks: widened, rotated, page after page.
+"""Keys and values copied for kernels that read 16-bit blocks: widened, rotated, page after page.
 
-For what such a kernel cannot do as it reads: pools of e4m3, keys that are rotated when they are
-read, pages that are no whole part of its blocks.
+For what such a kernel cannot do as it reads: values and pools of e4m3, keys of a cache that are
+rotated when they are read, pages that are no whole part of its blocks.
 """
 
 from typing import Any, NamedTuple
@@ -211,3 +211,72 @@ def widened(pools: Pools, dtype: torch.dtype, rope: Any = None) -> tuple[Tensor,
         stages=1,
     )
     return k_out, v_out, table_out
+
+
+@triton.jit(do_not_specialize=["count", "scales"])
+def widen_values_kernel(
+    v,
+    out,
+    q_scale,
+    k_scale,
+    v_scale,
+    factors,
+    count,
+    scales,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROW: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out [count, D]: rows of e4m3 v, HEADS of them every ROW numbers; factors [2, scales]."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program * BLOCK + tl.arange(0, BLOCK)
+    live = row < count
+    at = row // HEADS * ROW + row % HEADS * D
+    values = load_rows(v, at, live, D, BLOCK_D, tl.float16, True, NATIVE, True)
+    column = tl.arange(0, BLOCK_D)
+    kept = live[:, None] & (column < D)[None, :]
+    tl.store(out + row[:, None] * D + column[None, :], values, mask=kept)
+    which = program * BLOCK + tl.arange(0, BLOCK)
+    while program * BLOCK < scales:  # each program so many, the first ones of a short v the rest
+        given = which < scales
+        scores = tl.load(q_scale + which, mask=given) * tl.load(k_scale + which, mask=given)
+        tl.store(factors + which, scores, mask=given)
+        tl.store(factors + scales + which, tl.load(v_scale + which, mask=given), mask=given)
+        program += tl.num_programs(0)
+        which += tl.num_programs(0) * BLOCK
+
+
+def widened_values(
+    v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """float16 v [..., H_kv, D] of e4m3 v, and float32 [2, B, H_kv]: the factors of the scores and
+    of the values, from scales [B, H_kv]."""
+    heads, dim = v.shape[-2:]
+    out = v.new_empty(v.shape, dtype=torch.float16)
+    factors = q_scale.new_empty((2, *q_scale.shape))
+    source, row = rows(v)
+    count = v.numel() // dim
+    launch(
+        widen_values_kernel,
+        (-(-count // BLOCK),),
+        e4m3_argument(source),
+        out,
+        q_scale.contiguous(),
+        k_scale.contiguous(),
+        v_scale.contiguous(),
+        factors,
+        count,
+        q_scale.numel(),
+        HEADS=heads,
+        D=dim,
+        BLOCK_D=padded(dim),
+        ROW=row,
+        NATIVE=native_e4m3(v),
+        BLOCK=BLOCK,
+        warps=4,
+        stages=1,
+    )
+    return out, factors
