@@ -103,8 +103,10 @@ def paged(
     )
 
 
-def prefill(variant, heads=32, heads_kv=8, dim=128, page=64, dtype=BF16, **options):
-    batch, tokens = 8, 8 * 512
+def prefill(
+    variant, heads=32, heads_kv=8, dim=128, page=64, dtype=BF16, tokens=8 * 512, **options
+):
+    batch = 8
     new = meta(tokens, heads_kv, dim, dtype=dtype)
     pool = meta(batch * S, heads_kv, dim, dtype=options.get("cache_dtype") or dtype)
     one = meta(1, dtype=F32)
@@ -278,6 +280,8 @@ prefill("fp16", dtype=F16)
 prefill("rope", heads_kv=4, fuse_rope=True, rope_base=1e6, max_position=33792)
 prefill("d256-softcap", heads=16, dim=256, softcap=50.0, sm_scale=1 / 16)
 prefill("e4m3-pool", dtype=F16, cache_dtype=E4M3)
+prefill("e4m3-pool-decode", tokens=8, heads=24, cache_dtype=E4M3)
+prefill("e4m3-pool-speculation", tokens=32, heads=96, dim=112, page=16, cache_dtype=E4M3)
 
 mha("d128")
 mha("d256", heads=16, dim=256, page=64, dtype=BF16)

@@ -274,7 +274,8 @@ def attend(o: Tensor, lse: Tensor | None, queries: Queries, keys: Keys, scores: 
     fits = wide["BLOCK_M"] % group == 0 and keys.page % wide["BLOCK_N"] == 0 and not scores.rotary
     if not (fits and tileable(*k) and tileable(*v) and tileable(o, heads * dim)):
         wide = numbers_for("pointers", device, dim, group)
-    paged_e4m3 = keys.table is not None and keys.k.dtype.itemsize == 1
+    # Rows of 16 bits beside them, new ones, would take twice the room.
+    paged_e4m3 = keys.table is not None and keys.k.dtype.itemsize == 1 and not keys.fresh
     narrow = numbers_for("narrow", device, dim, group, scores.rotary > 0, paged_e4m3)
     narrow_rows = narrow["BLOCK_M"]
     if packed:
