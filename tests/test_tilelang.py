@@ -151,6 +151,10 @@ REFUSED = [
         f"copies pools of float8_e4m3fn, {MANY} 254",
     ),
     (
+        paged(page=24, batch=0),
+        "copies pages of 24 rows, of which a page table of shape [0, 85] names none",
+    ),
+    (
         paged(page_table=meta(3, 30_000, dtype=I32), rows=80_000, **ROPE),
         "copies keys that are rotated, at most 2**30 bytes, and the table has room for "
         "5898240000 bytes of keys and values",

@@ -92,6 +92,8 @@ def pools_refusal(
         return f"widens pools for bfloat16 alone, got q of {str(q.dtype).removeprefix('torch.')}"
     requests, width = table.shape
     size = 4 * requests * width * page * k_pages.shape[-2] * k_pages.shape[-1]
+    if isinstance(size, int) and not size:
+        return f"copies {why}, of which a page table of shape {list(table.shape)} names none"
     if isinstance(size, int) and size > MOST_COPIED:
         return (
             f"copies {why}, at most 2**30 bytes, and the table has room for {size} bytes of keys "
