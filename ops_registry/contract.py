@@ -241,9 +241,9 @@ def register(
         with without_autocast():
             if checked is not None:
                 check_contents(contract, checked, call)
-            if remember and kernel.remember is not None:
-                return out, kernel.remember(out, call)
             try:
+                if remember and kernel.remember is not None:
+                    return out, kernel.remember(out, call)
                 kernel.run(out, call)
             except KernelUnavailableError:  # its refusal says so from now on
                 select(contract, call, candidates).run(out, call)

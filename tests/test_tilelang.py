@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ops_registry import targets, tracing
+from ops_registry import contract, targets, tracing
 from ops_registry.contract import BUILTIN_KERNELS, CONTRACTS, E4M3
 from ops_registry.errors import KernelUnavailableError, NoKernelError
 from tests import checks
@@ -146,6 +146,11 @@ REFUSED = [
     (paged(page=24, rows=191), f"copies pages of 24 rows, {MANY} 254"),
     (appended(page=20, rows=100), f"copies pages of 20 rows, {MANY} 133"),
     (paged(rows=100, **ROPE), f"copies keys that are rotated, {MANY} 133"),
+    (
+        paged(page=1, batch=30_000, rows=64 * 30_000, page_table=meta(30_000, 1, dtype=I32)),
+        "copies pages of 1 rows, at most 2**30 bytes, and the table has room for 3932160000 bytes "
+        "of keys and values",
+    ),
     (
         paged(rows=191, **pools(paged(), E4M3), **ONES),
         f"copies pools of float8_e4m3fn, {MANY} 254",
@@ -472,6 +477,24 @@ def test_a_kernel_that_cannot_be_compiled_gives_way(on_cpu, monkeypatch):
     DENSE.op(*tensors(300))
     assert on_cpu.ran == ["triton", "triton"] and (o == 1).all()
     assert refusal(dense()) == "could not be compiled: nvcc says no"
+
+
+def test_so_does_one_that_was_to_be_remembered(on_cpu, monkeypatch):
+    """Another thread may see a call first, and fail to compile while this one waits for it."""
+    on_cpu.only_names()
+    given = tensors(300)
+    repeats = contract.REPEATS["gqa_dense_fwd"]
+    monkeypatch.setattr(repeats, "found", {"this": None})
+    monkeypatch.setattr(repeats, "key", lambda call: ("this", [x.data_ptr() for x in given]))
+
+    def fails(out, call):
+        tilelang_limits.give_up("could not be compiled: nvcc says no")
+        raise KernelUnavailableError("no")
+
+    monkeypatch.setattr(module("gqa_dense_fwd", "tilelang"), "gqa_dense_fwd", fails)
+    o, _ = DENSE.op(*given)
+    assert on_cpu.ran == ["triton"] and (o == 1).all()
+    assert repeats.found == {"this": False}
 
 
 # -------------------------------------------------------------------------------------- warm-up

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tileops.kernels.common.rope import rope_rows, rotate
-from tileops.kernels.common.triton_widened import PAGE_OUT, Pools, widened, widened_values
+from tileops.kernels.common.tilelang_limits import ROWS_COPIED
+from tileops.kernels.common.triton_widened import Pools, widened, widened_values
 
 F16, F32, E4M3 = torch.float16, torch.float32, torch.float8_e4m3fn
 HEADS, DIM, WIDTH = 3, 64, 5
@@ -39,14 +40,14 @@ def made(page, dtype, seed=0, together=False):
 def judge(found, expected, tolerance=0.0):
     """Keys and values of each request, read through the new table, in 16-bit pages."""
     k, v, table = found
-    assert k.shape[1:] == v.shape[1:] == (PAGE_OUT, HEADS, DIM)
+    assert k.shape[1:] == v.shape[1:] == (ROWS_COPIED, HEADS, DIM)
     assert table.unique().numel() == table.numel() == k.shape[0]
     for request, both in enumerate(expected):
         at = torch.arange(len(both[0]))
-        pages = table[request, at // PAGE_OUT].long()
+        pages = table[request, at // ROWS_COPIED].long()
         for x, rows in zip((k, v), both, strict=True):
             torch.testing.assert_close(
-                x[pages, at % PAGE_OUT].to(F32), rows, rtol=tolerance, atol=tolerance
+                x[pages, at % ROWS_COPIED].to(F32), rows, rtol=tolerance, atol=tolerance
             )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import tilelang.language as T
 
-PANEL = 64  # columns of a shared-memory panel of 16-bit numbers: 128 bytes
+LINE = 128  # bytes of a row of a panel, in which tiles are in shared memory
 F32 = "float32"
 # Consumer groups -> registers of a thread, in them and in the producer: together at most the
 # 65,536 of a multiprocessor. With fewer the producer spills.
@@ -81,11 +81,11 @@ class Config:
     @property
     def q_panel(self) -> int:
         """Bytes of a panel of q or o."""
-        return self.block_m * 128
+        return self.block_m * LINE
 
     @property
     def kv_panel(self) -> int:
-        return self.block_n * 128
+        return self.block_n * LINE
 
     @property
     def s_registers(self) -> int:

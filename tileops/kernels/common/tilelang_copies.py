@@ -5,12 +5,11 @@ from typing import Any
 import tilelang.language as T
 from tilelang import tvm
 
-from tileops.kernels.common.tilelang_config import Config
+from tileops.kernels.common.tilelang_config import LINE, Config
 
 # What cuTensorMapEncodeTiled takes.
 TYPES = {"float16": 6, "bfloat16": 9, "float8_e4m3fn": 0}  # e4m3 as bytes
 SWIZZLED, IN_L2, ZEROS = 3, 2, 0  # by 128 bytes; 128 bytes at a time; outside of the tensor
-LINE = 128  # bytes of a row of a panel
 NO_HINT = 0  # of how long the L2 cache keeps what is copied
 
 

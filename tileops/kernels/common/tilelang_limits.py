@@ -31,6 +31,7 @@ EMPTY = 1 / 4  # of their rows; with more, tiles that heads share are faster
 ALIGNMENT = 16  # bytes, of where the copy engine starts, and of its strides
 MOST_ELEMENTS = 2**30  # of a dense tensor: the strides of o are 32-bit
 MOST_ROWS = 2**31  # of a packed tensor or a pool: coordinates are 32-bit
+ROWS_COPIED = 128  # of a page of a copy
 MOST_COPIED = 2**30  # bytes of keys and values that are copied before a call reads them
 FEWEST_COPIED = 256  # query rows of a KV head that make up for reading its keys once more
 SCALES = 2.0**-60, 2.0**60  # between them nothing of a finite call leaves float32
@@ -91,7 +92,8 @@ def pools_refusal(
     if k_pages.dtype not in HALF and q.dtype != torch.bfloat16:
         return f"widens pools for bfloat16 alone, got q of {str(q.dtype).removeprefix('torch.')}"
     requests, width = table.shape
-    size = 4 * requests * width * page * k_pages.shape[-2] * k_pages.shape[-1]
+    rows_out = -(-width * page // ROWS_COPIED) * ROWS_COPIED  # of a request
+    size = 4 * requests * rows_out * k_pages.shape[-2] * k_pages.shape[-1]
     if isinstance(size, int) and not size:
         return f"copies {why}, of which a page table of shape {list(table.shape)} names none"
     if isinstance(size, int) and size > MOST_COPIED:

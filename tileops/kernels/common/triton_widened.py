@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tileops.kernels.common.launch import e4m3_argument, launch, native_e4m3, padded, rows
+from tileops.kernels.common.tilelang_limits import ROWS_COPIED
 from tileops.kernels.common.triton_rope import (
     load_rotated_halves,
     load_rotated_rows,
     load_rows,
 )
 
-PAGE_OUT = 128  # rows of a page of the copy
 BLOCK = 32  # (row, head) pairs of a program
 
 
@@ -41,7 +41,7 @@ def widen_kernel(
     width,
     width_out,
     PAGE: tl.constexpr,
-    PAGE_OUT: tl.constexpr,
+    ROWS_OUT: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -62,7 +62,7 @@ def widen_kernel(
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """k_out, v_out [B * width_out, PAGE_OUT, HEADS, D]: the rows of the requests in order.
+    """k_out, v_out [B * width_out, ROWS_OUT, HEADS, D]: the rows of the requests in order.
 
     table_out [B, width_out]: their pages. Strides of pools by page, row and head, and of k_new,
     v_new by token. Request b has lengths[b] keys in the pools behind table [B, width]; APPENDED:
@@ -70,7 +70,7 @@ def widen_kernel(
     numbers of k_scale, v_scale a request has, 0 for one of all. ROTARY > 0: keys are turned to
     their positions by tables cos, sin. Rows behind a request are left as they are.
     """
-    PER_PAGE: tl.constexpr = PAGE_OUT * HEADS // BLOCK
+    PER_PAGE: tl.constexpr = ROWS_OUT * HEADS // BLOCK
     program = tl.program_id(0).to(tl.int64)
     page_out = program // PER_PAGE
     b = page_out // width_out
@@ -86,8 +86,8 @@ def widen_kernel(
             old = total
     pair = program % PER_PAGE * BLOCK + tl.arange(0, BLOCK)
     head = pair % HEADS
-    position = page_out % width_out * PAGE_OUT + pair // HEADS
-    if page_out % width_out * PAGE_OUT + program % PER_PAGE * BLOCK // HEADS >= total:
+    position = page_out % width_out * ROWS_OUT + pair // HEADS
+    if page_out % width_out * ROWS_OUT + program % PER_PAGE * BLOCK // HEADS >= total:
         return
     entry = position // PAGE
     stored = (position < old) & (entry < width)
@@ -164,8 +164,8 @@ def widened(pools: Pools, dtype: torch.dtype, rope: Any = None) -> tuple[Tensor,
     k, table = pools.k, pools.table
     page, heads, dim = k.shape[1:]
     requests, width = table.shape
-    width_out = -(-width * page // PAGE_OUT)
-    shape = (requests * width_out, PAGE_OUT, heads, dim)
+    width_out = -(-width * page // ROWS_COPIED)
+    shape = (requests * width_out, ROWS_COPIED, heads, dim)
     k_out, v_out = (k.new_empty(shape, dtype=dtype) for _ in range(2))
     table_out = table.new_empty((requests, width_out))
     e4m3 = k.dtype.itemsize == 1
@@ -174,7 +174,7 @@ def widened(pools: Pools, dtype: torch.dtype, rope: Any = None) -> tuple[Tensor,
     rotary = 0 if rope is None else rope.rotary_dim or dim
     launch(
         widen_kernel,
-        (shape[0] * PAGE_OUT * heads // BLOCK,),
+        (shape[0] * ROWS_COPIED * heads // BLOCK,),
         e4m3_argument(k),
         e4m3_argument(pools.v),
         *scales,
@@ -191,7 +191,7 @@ def widened(pools: Pools, dtype: torch.dtype, rope: Any = None) -> tuple[Tensor,
         width,
         width_out,
         PAGE=page,
-        PAGE_OUT=PAGE_OUT,
+        ROWS_OUT=ROWS_COPIED,
         HEADS=heads,
         D=dim,
         BLOCK_D=padded(dim),
