@@ -16,7 +16,7 @@ pytest.importorskip("tilelang")
 
 from tests import oracle
 from tests.host_warp import compiled
-from tests.tilelang_calls import appended, dense, launch_of, meta, packed, paged
+from tests.tilelang_calls import appended, dense, launch_of, packed, paged
 from tileops.kernels.common import tilelang_gqa, tilelang_limits
 from tileops.kernels.common.machine import H200
 from tileops.kernels.common.recorder import recording
@@ -40,8 +40,7 @@ def test_heads_that_share_a_tile(group):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("left", [-1, 0, 255, 256, 5000])
 def test_a_block_is_whole_pages_or_inside_one(dim, left):
-    q, pool = meta(600, 8, dim), meta(50, 1, 2, dim)
-    read = [n for n in range(1, 2049) if tilelang_limits.copied(q, pool, pool, n) is None]
+    read = [page for page in range(1, 2049) if tilelang_limits.reads_pages_of(page)]
     assert read[:6] == [8, 16, 32, 64, 128, 256] and len(read) == 4 + 16
     for page in read:
         block = tilelang_gqa.tiles_for(dim, "paged", page, left).block_n

@@ -31,6 +31,7 @@ from ops_registry.contract import CONTRACTS, E4M3
 from tests import oracle
 from tests.cases import gqa_dense, gqa_prefill_paged, gqa_varlen
 from tests.gpu import twins
+from tileops.kernels.common import tilelang_limits
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 Key = Mapping[str, Any]
@@ -142,14 +143,14 @@ def on_hopper(op: str, key: Key) -> bool:
 
 def fewest_rows(key: Key) -> int:
     """Query rows of a request, on average, from which on that kernel serves packed calls."""
-    page = key.get("page_size")
-    if page is None:
-        return 16
-    read = page % 8 == 0 and (128 % page == 0 or page % 128 == 0)
-    wide = E4M3 not in (key.get("pool"), key.get("cache_dtype"))
-    if read and wide and "pos_encoding_mode" not in key:
-        return 16
-    return max(16, -(-256 * key["heads_kv"] // key["heads"]))
+    read = E4M3 not in (key.get("pool"), key.get("cache_dtype"))
+    if "page_size" in key:
+        read = read and tilelang_limits.reads_pages_of(key["page_size"])
+        read = read and "pos_encoding_mode" not in key
+    if read:
+        return tilelang_limits.FEWEST_PACKED
+    copied = -(-tilelang_limits.FEWEST_COPIED * key["heads_kv"] // key["heads"])
+    return max(tilelang_limits.FEWEST_PACKED, copied)
 
 
 def draw_call(op: str, key: Key, draw: Draw) -> Any:

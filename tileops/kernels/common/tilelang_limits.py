@@ -118,11 +118,16 @@ def copied(
         return "keys that are rotated"
     if k_pages.dtype != q.dtype:
         return f"pools of {str(k_pages.dtype).removeprefix('torch.')}"
-    if not (page % 8 == 0 and (128 % page == 0 or page % 128 == 0)):
+    if not reads_pages_of(page):
         return f"pages of {page} rows"
     if _place_problem("k_pages", k_pages) or _place_problem("v_pages", v_pages):
         return "pools that the copy engine cannot read"
     return None
+
+
+def reads_pages_of(rows: int) -> bool:
+    """Whether a block of keys is whole pages of so many rows, or inside one."""
+    return rows % 8 == 0 and (128 % rows == 0 or rows % 128 == 0)
 
 
 def e4m3_refusal(call: Any) -> str | None:
