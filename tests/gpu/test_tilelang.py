@@ -67,10 +67,6 @@ def test_explain_names_it():
 # ------------------------------------------------------------------- the other operators too
 
 
-def tilelang_of(name):
-    return next(kernel for kernel in BUILTIN_KERNELS[name] if kernel.name == "tilelang")
-
-
 every_operator = pytest.mark.parametrize("name", draws.LONG)
 
 
