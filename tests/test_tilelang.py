@@ -36,6 +36,7 @@ from tileops.kernels.common.machine import Machine
 from tileops.kernels.common.recorder import recording
 
 triton = pytest.importorskip("triton")
+pytest.importorskip("tilelang")  # which tests/run.sh does without
 
 DENSE = CONTRACTS["gqa_dense_fwd"]
 every_operator = pytest.mark.parametrize("name", CALLS)
@@ -266,7 +267,6 @@ def said(arch, rows):
 
 
 def test_a_call_that_it_declines_does_not_load_tilelang():
-    pytest.importorskip("tilelang")
     code = DECLINED + "said(80, 300); said(90, 5); print('tilelang' in sys.modules)"
     assert python(code).splitlines() == [
         "needs a GPU of compute capability 9.0",
@@ -288,7 +288,6 @@ importlib.util.find_spec = lambda name: None if name == "tilelang" else find(nam
 
 
 def test_without_nvcc(tmp_path):
-    pytest.importorskip("tilelang")
     assert python(DECLINED + "said(90, 300)", CUDA_HOME=str(tmp_path)) == (
         "needs nvcc of a CUDA toolkit: set CUDA_HOME, or "
         "pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
@@ -305,7 +304,6 @@ def test_an_installation_that_is_not_whole(tmp_path):
 
 
 def test_loading_leaves_the_environment_and_the_log_alone():
-    pytest.importorskip("tilelang")
     done = attempt(
         """
         import logging, os
