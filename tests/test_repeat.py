@@ -96,13 +96,14 @@ class OverTensors:
 
     def __init__(self, monkeypatch, log):
         pytest.importorskip("tilelang")  # which tests/run.sh does without
-        from tileops.kernels.common import tilelang_gqa, tilelang_launch
+        from tileops.kernels.common import tilelang_gqa, tilelang_latent, tilelang_launch
 
         self.log, self.counters = log, []
         self.table = torch.zeros(8, 32, dtype=torch.int32)
-        for module in (tilelang_gqa, tilelang_launch):
+        for module in (tilelang_gqa, tilelang_latent, tilelang_launch):
             monkeypatch.setattr(module, "counter", self.counter)
-        monkeypatch.setattr(tilelang_gqa, "machine", lambda x: H200)
+        for module in (tilelang_gqa, tilelang_latent):
+            monkeypatch.setattr(module, "machine", lambda x: H200)
         monkeypatch.setattr(tilelang_launch, "_compiled", {})
         monkeypatch.setattr(tilelang_launch, "_compile", lambda *_: self.launched)
 
@@ -140,6 +141,7 @@ def on_cpu(call):
 
 ROPE = {"pos_encoding_mode": "rope", "rope_cos": tilelang_calls.meta(900, 64)}
 ROPE["rope_sin"] = ROPE["rope_cos"]
+CACHE = tilelang_calls.meta(3, 900, 1, 576)
 SERVED = {
     "dense": tilelang_calls.dense(),
     "dense-parts-of-wider": tilelang_calls.dense(k=tilelang_calls.meta(2, 900, 7, 128)[:, :, 3:5]),
@@ -152,6 +154,11 @@ SERVED = {
     "paged-rotated": tilelang_calls.paged(**ROPE),
     "appended": tilelang_calls.appended(fuse_rope=True, max_position=4096),
     "appended-pages-of-20": tilelang_calls.appended(page=20),
+    "latent": tilelang_calls.latent(),
+    "latent-whole": tilelang_calls.latent(batch=66),
+    "latent-parts-of-one-cache": tilelang_calls.latent(k=CACHE[..., :512], k_pe=CACHE[..., 512:]),
+    "indexed": tilelang_calls.indexed(),
+    "indexed-whole": tilelang_calls.indexed(rows=300),
 }
 
 

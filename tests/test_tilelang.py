@@ -20,9 +20,13 @@ from tests.tilelang_calls import (
     BF16,
     CALLS,
     F32,
+    GQA_CALLS,
     I32,
+    LATENT_CALLS,
     appended,
     dense,
+    indexed,
+    latent,
     launch_of,
     meta,
     packed,
@@ -40,6 +44,8 @@ pytest.importorskip("tilelang")  # which tests/run.sh does without
 
 DENSE = CONTRACTS["gqa_dense_fwd"]
 every_operator = pytest.mark.parametrize("name", CALLS)
+grouped_query = pytest.mark.parametrize("name", GQA_CALLS)
+over_latent_rows = pytest.mark.parametrize("name", LATENT_CALLS)
 
 
 # ------------------------------------------------------------------------------------ refusals
@@ -47,10 +53,14 @@ every_operator = pytest.mark.parametrize("name", CALLS)
 
 ROPE = {"pos_encoding_mode": "rope", "rope_cos": meta(99, 64), "rope_sin": meta(99, 64)}
 ONES = {"k_scale": meta(1, dtype=F32), "v_scale": meta(1, dtype=F32)}
-
+# Parts of one cache with room for more rows, and of wider queries; columns off a boundary.
+CACHE = meta(3, 4096, 1, 576)[:, :900]
+QUERIES = meta(3, 128, 576)
+ODD_PE = torch.empty(3 * 128 * 64 + 1, dtype=BF16)[1:].view(3, 128, 64)
 
 SERVED = {
     "gqa_dense_fwd": [
+        dense(dim=64),
         dense(is_causal=False, sm_scale=0.3, rows=128),
         dense(window_size_left=0, window_size_right=3, softcap=1000.0),
         dense(dim=64, dtype=torch.float16, heads=71, heads_kv=1, window_size_left=2**30),
@@ -65,6 +75,7 @@ SERVED = {
         dense(batch=1, q=meta(1, 300, 8, 128).as_strided((1, 300, 8, 128), (1, 1024, 128, 1))),
     ],
     "gqa_varlen_fwd": [
+        packed(dim=64),
         packed(rows=705, keys=4097),
         packed(rows=704, keys=4096),
         packed(rows=16 * 3, sinks=meta(8, dtype=F32), window_size_left=127, softcap=0.0),
@@ -72,6 +83,7 @@ SERVED = {
         packed(dtype=E4M3, is_causal=False),
     ],
     "gqa_paged_fwd": [
+        paged(dim=64),
         *[paged(page=page) for page in (8, 16, 32, 64, 128, 256, 384)],
         paged(sinks=meta(8, dtype=F32), window_size_left=127, softcap=50.0),
         paged(pages=1 << 20),  # 32 GiB
@@ -84,17 +96,35 @@ SERVED = {
         paged(**dict(zip(("k_pages", "v_pages"), meta(50, 2, 64, 2, 128).unbind(1), strict=True))),
     ],
     "gqa_prefill_paged_fwd": [
+        appended(dim=64),
         appended(page=8, dtype=torch.float16, is_causal=False, softcap=1.0),
         appended(fuse_rope=True, rotary_dim=32, max_position=4096),
         appended(page=20),
         appended(cache_dtype=E4M3, **pools(appended(), E4M3)),
+    ],
+    "mla_decode_fwd": [
+        latent(heads=64, dtype=torch.float16),
+        latent(heads=384, heads_kv=2, keys=1),
+        latent(batch=1, keys=1 << 30),
+        latent(k=CACHE[..., :512], k_pe=CACHE[..., 512:]),
+        latent(q=QUERIES[..., :512], q_pe=QUERIES[..., 512:]),
+        latent(q=meta(128, 512, 3).permute(2, 0, 1), q_pe=ODD_PE),
+    ],
+    "dsa_decode_fwd": [
+        indexed(heads=64, dtype=torch.float16, is_causal=False),
+        indexed(heads=384, heads_kv=2, sm_scale=0.3, stride_kv=4, q_start_index_s=10**9),
+        indexed(slots=0),
+        indexed(slots=1, keys=1),
+        indexed(rows=70_000, slots=2048),
+        indexed(kv=meta(2, 900, 2, 640)[:, :, 1:, 64:]),
+        indexed(q=meta(2, 128, 3, 576).transpose(1, 2)),
     ],
 }
 
 
 @every_operator
 def test_what_is_served(name, compiler):
-    for call in (CALLS[name](), CALLS[name](dim=64), *SERVED[name]):
+    for call in (CALLS[name](), *SERVED[name]):
         assert refusal(call) is None
 
 
@@ -118,6 +148,9 @@ SPLIT, KEYS = "does not split packed keys, and", "keys want that"
 HALF = "serves float16 and bfloat16, got"
 STRIDES = "reads dense rows at strides of multiples of 16 bytes, got "
 BYTES = "serves float8_e4m3fn without softcap, rotation and sinks"
+LATENT = "serves values of 512 and keys of 64 columns more,"
+GROUPS = "serves groups of multiples of 64 query heads,"
+ODD_K = torch.empty(3 * 900 * 512 + 8, dtype=BF16)[1:-7].view(3, 900, 1, 512)
 REFUSED = [
     (dense(rows=127), "serves 128 and more query rows of a request, got S_q=127"),
     (packed(rows=3 * 16 - 1), f"{FEW}15"),
@@ -210,6 +243,40 @@ REFUSED = [
         paged(k_pages=meta(1 << 25, 64, 2, 128)),
         "serves fewer than 2**31 rows, got k_pages of shape [33554432, 64, 2, 128]",
     ),
+    (latent(dim=256), f"{LATENT} got 256 and 64"),
+    (latent(pe=32), f"{LATENT} got 512 and 32"),
+    (latent(pe=0), f"{LATENT} got 512 and 0"),
+    (indexed(dim=448, tail=128), f"{LATENT} got 448 and 128"),
+    (latent(heads=96), f"{GROUPS} got H=96 and H_kv=1"),
+    (latent(heads=64, heads_kv=2), f"{GROUPS} got H=64 and H_kv=2"),
+    (indexed(heads=16), f"{GROUPS} got H=16 and H_kv=1"),
+    (latent(dtype=E4M3), f"{HALF} q of float8_e4m3fn"),
+    (indexed(dtype=F32), f"{HALF} q of float32"),
+    (latent(batch=0), "serves no empty tensors, got q of shape [0, 128, 512]"),
+    (latent(keys=0), "serves no empty tensors, got k of shape [3, 0, 1, 512]"),
+    (indexed(rows=0), "serves no empty tensors, got q of shape [2, 0, 128, 512]"),
+    (indexed(keys=0), "serves no empty tensors, got kv of shape [2, 0, 1, 576]"),
+    (
+        latent(k=meta(3, 900, 1, 516)[..., :512]),
+        f"{STRIDES}k with strides (464400, 516, 516, 1)",
+    ),
+    (
+        latent(k_pe=meta(3, 900, 1, 68)[..., :64]),
+        f"{STRIDES}k_pe with strides (61200, 68, 68, 1)",
+    ),
+    (
+        latent(k_pe=meta(1, 900, 1, 64).expand(3, -1, -1, -1)),
+        f"{STRIDES}k_pe with strides (0, 64, 64, 1)",
+    ),
+    (
+        indexed(kv=meta(2, 900, 1, 1152)[..., ::2]),
+        f"{STRIDES}kv with strides (1036800, 1152, 1152, 2)",
+    ),
+    (latent(k=ODD_K), "reads from multiples of 16 bytes, got k between them"),
+    (
+        indexed(heads=64, batch=1, rows=1 << 22, slots=1 << 15),
+        "serves fewer than 2**31 blocks of keys of all queries, got 2151677952",
+    ),
 ]
 
 
@@ -218,14 +285,14 @@ def test_refusals(call, sentence, compiler):
     assert refusal(call) == sentence
 
 
-@every_operator
+@pytest.mark.parametrize("name", [*GQA_CALLS, "dsa_decode_fwd"])
 @pytest.mark.parametrize("scale", [0.0, -0.1, 2.0**-60, 2.0**60, float("nan")])
 def test_scales_that_are_not_served(name, scale, compiler):
     found = refusal(CALLS[name](sm_scale=scale))
     assert found == f"serves scales from 2**-60 to 2**60, got sm_scale={scale}"
 
 
-@every_operator
+@grouped_query
 @pytest.mark.parametrize("cap", [1001.0, 9e-4])
 def test_softcaps_that_are_not_served(name, cap, compiler):
     assert (
@@ -381,6 +448,8 @@ ROWS = {
     "gqa_varlen_fwd": {"q": (0,), "k": (0,), "v": (0,)},
     "gqa_paged_fwd": {"q": (0,)},
     "gqa_prefill_paged_fwd": {"q": (0,), "k_new": (0,), "v_new": (0,)},
+    "mla_decode_fwd": {"k": (1,), "k_pe": (1,)},
+    "dsa_decode_fwd": {"q": (1,), "indices": (1,)},
 }
 EVERY = {
     "gqa_dense_fwd": dict.fromkeys("qkv", (0, 1)),
@@ -399,6 +468,8 @@ EVERY = {
         "cache_seqlens": (0,),
         "cu_seqlens_q": (0,),
     },
+    "mla_decode_fwd": {"q": (0,), "q_pe": (0,), "k": (0, 1), "k_pe": (0, 1)},
+    "dsa_decode_fwd": {"q": (0, 1), "kv": (0, 1), "indices": (0, 1, 3)},
 }
 
 
@@ -406,14 +477,25 @@ EVERY = {
 def test_compiled_whole(name, on_cpu):
     assert is_whole(name)
     assert is_whole(name, ROWS[name])
-    assert is_whole(name, ROWS[name], rows=5)  # which may be 300 in the next call
     assert is_whole(name, ROWS[name] | EVERY[name])
 
 
-@every_operator
+@grouped_query
+def test_compiled_whole_as_the_next_call_may_be_long(name, on_cpu):
+    assert is_whole(name, ROWS[name], rows=5)
+
+
+@grouped_query
 def test_compiled_into_the_graph(name, on_cpu):
     assert not is_whole(name, rows=3, batch=3)  # decode
     assert not is_whole(name, dim=32)
+
+
+@over_latent_rows
+def test_compiled_into_the_graph_for_few_heads_and_columns(name, on_cpu):
+    for dynamic in ({}, ROWS[name] | EVERY[name]):
+        assert not is_whole(name, dynamic, heads=16)
+        assert not is_whole(name, dynamic, dim=256)
 
 
 def test_compiled_into_the_graph_for_what_else_is_known(on_cpu):
@@ -436,7 +518,7 @@ def test_packages_have_no_tilelang(name, on_cpu):
         assert not is_whole(name, ROWS[name])
 
 
-@every_operator
+@grouped_query
 def test_a_compiled_program_chooses_at_each_call(name, on_cpu):
     on_cpu.only_names()
     op = CONTRACTS[name].op
@@ -449,6 +531,21 @@ def test_a_compiled_program_chooses_at_each_call(name, on_cpu):
     moved = torch.zeros(given.q.numel() + 1, dtype=BF16)[1:].view(given.q.shape)
     op(*given._replace(q=moved))
     assert on_cpu.ran[3:] == ["triton"]
+
+
+@over_latent_rows
+def test_a_compiled_program_of_latent_rows_chooses_at_each_call(name, on_cpu):
+    on_cpu.only_names()
+    op, cache = CONTRACTS[name].op, "k" if name == "mla_decode_fwd" else "kv"
+    with checks.fresh_dynamo(), torch.no_grad():
+        compiled = torch.compile(op, backend="aot_eager", dynamic=True, fullgraph=True)
+        for keys in (300, 1100):
+            compiled(*zeros(name, keys=keys))
+        given = zeros(name, keys=500)
+        x = getattr(given, cache)
+        moved = torch.zeros(x.numel() + 1, dtype=BF16)[1:].view(x.shape)
+        compiled(*given._replace(**{cache: moved}))
+    assert on_cpu.ran == ["tilelang", "tilelang", "triton"]
 
 
 def tensors(rows):
@@ -522,3 +619,13 @@ def test_warmup_compiles_kernels_of_whole_and_of_split_keys(heads, dim, compiler
     for planned in warmup.plan(["gqa_dense_fwd"], given)[-2:]:
         call = CONTRACTS["gqa_dense_fwd"].Call(*planned.call("meta"))
         assert launch_of(call).constants["split"] == (planned.phase == "short chunk")
+
+
+@over_latent_rows
+@pytest.mark.parametrize("heads", [64, 128, 1024])
+def test_warmup_compiles_kernels_of_whole_rows_and_of_parts(name, heads, compiler):
+    found = []
+    for planned in warmup.plan([name], {"heads": [heads]}):
+        call = CONTRACTS[name].Call(*planned.call("meta"))
+        found.append(launch_of(call).constants["whole"])
+    assert sorted(found) == [False, True]

@@ -20,6 +20,8 @@ from tests.tilelang_calls import (
     F32,
     appended,
     dense,
+    indexed,
+    latent,
     launch_of,
     launches_of,
     meta,
@@ -35,6 +37,7 @@ pytestmark = pytest.mark.aot
 OPTIONS = ("-std=c++17", "-O3", "-cubin", "-arch=sm_90a", "--expt-relaxed-constexpr")
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 CODE = 128 * 1024  # bytes of a cubin: an unrolled loop once made 750 KiB of it
+SHARED = 227 * 1024  # bytes of a program
 D256 = {"dim": 256}
 D64 = {"dim": 64, "heads": 64, "heads_kv": 8}
 MANY = {"batch": 8}  # requests, whose tiles keep all multiprocessors busy
@@ -75,13 +78,15 @@ CALLS = {
 SPILLS = {"paged-d64-all": 32}  # bytes of stores, and of loads
 
 
-def source(launch):
+def lowered(launch):
+    """The source of a launch, and the bytes of shared memory that the host asks for."""
     target = tvm.target.Target(TARGET)
     with tvm.transform.PassContext(opt_level=3, config=PASSES), target:
-        lowered = tilelang.lower(
+        made = tilelang.lower(
             launch.make(**launch.constants), target=target, enable_device_compile=False
         )
-    return lowered.kernel_source
+    [function] = made.device_mod.functions.values()
+    return made.kernel_source, int(function.attrs["dyn_shared_memory_buf"])
 
 
 def assembled(text, folder):
@@ -100,21 +105,46 @@ def assembled(text, folder):
     return done.stderr, (folder / "kernel.cubin").stat().st_size
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_what_the_assembler_says(name, tmp_path):
+def assert_fits(name, launch, folder):
+    """Into registers, into shared memory, into the instruction cache; the source."""
     if tilelang_limits.compiler_refusal():
         pytest.skip(tilelang_limits.compiler_refusal())
-    launch = launch_of(CALLS[name])
-    assert launch.constants["split"] == ("split" in name)
-    text = source(launch)
-    said, size = assembled(text, tmp_path)
+    text, dynamic = lowered(launch)
+    said, size = assembled(text, folder)
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
+    [static] = [int(n) for n in re.findall(r"(\d+) bytes smem", said)]
     print(name, re.findall(r"Used \d+ registers", said), f"{spilled} spilled, {size} bytes")
+    print(f"{dynamic} + {static} bytes of shared memory")
     assert len(spilled) == 2 and max(spilled) <= SPILLS.get(name, 0)
+    assert dynamic + static <= SHARED
     assert "C75" not in said, said
     assert size < CODE
-    assert not overwritten(tmp_path / "kernel.cubin")
-    assert_no_fence_of_every_block(text)
+    assert not overwritten(folder / "kernel.cubin")
+    return text
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_the_assembler_says(name, tmp_path):
+    launch = launch_of(CALLS[name])
+    assert launch.constants["split"] == ("split" in name)
+    assert_no_fence_of_every_block(assert_fits(name, launch, tmp_path))
+
+
+LATENT = {
+    "latent": latent(),
+    "latent-few-heads": latent(heads=64),
+    "latent-whole-fp16": latent(batch=66, dtype=torch.float16),
+    "indexed-causal": indexed(),
+    "indexed-whole-fp16": indexed(rows=300, is_causal=False, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_what_the_assembler_says_of_latent_rows(name, tmp_path):
+    launch = launch_of(LATENT[name])
+    assert launch.constants["whole"] == ("whole" in name)
+    assert launch.constants["causal"] == ("causal" in name)
+    assert_fits(name, launch, tmp_path)
 
 
 ONES = {"k_scale": meta(1, dtype=F32), "v_scale": meta(1, dtype=F32)}
@@ -166,21 +196,42 @@ def overwritten(cubin):
     """Instructions that write a register which a product under way still reads.
 
     A values product reads its weights from registers until it is done. The assembler takes them
-    for free as soon as it is issued.
+    for free as soon as it is issued. Products are waited for in groups, the oldest first.
     """
-    read, found, products = set(), [], 0
+    group, under_way, found, products = set(), [], [], 0
     for operation, operands in instructions(cubin):
         target = re.fullmatch(r"R(\d+)", operands[0])
         if operation.startswith("HGMMA"):
             weights = re.fullmatch(r"R(\d+)", operands[1])
             if weights:
                 products += 1
-                read.update(range(int(weights[1]), int(weights[1]) + 4))
-        elif operation.startswith("WARPGROUP.DEPBAR") and operands[-1] == "0x0":
-            read.clear()
+                group.update(range(int(weights[1]), int(weights[1]) + 4))
+            if operands[-1] == "gsb0":
+                under_way.append(group)
+                group = set()
+        elif operation.startswith("WARPGROUP.DEPBAR"):
+            under_way = under_way[max(len(under_way) - int(operands[-1], 16), 0) :]
         elif target and not operation.startswith(("ST", "SYNCS", "BAR", "RED")):
             wide = 4 if ".128" in operation else 2 if re.search(r"64|WIDE|CS2R", operation) else 1
-            if read.intersection(range(int(target[1]), int(target[1]) + wide)):
+            written = range(int(target[1]), int(target[1]) + wide)
+            if group.union(*under_way).intersection(written):
                 found.append((operation, operands))
     assert products > 0
     return found
+
+
+def test_which_writes_a_product_under_way_forbids(monkeypatch):
+    values = "HGMMA.64x256x16.F32", ["R24", "R184", "gdesc[UR4].tnspB", "R24", "gsb0"]
+    scores = "HGMMA.64x64x16.F32", ["R152", "gdesc[UR8]", "RZ", "!UPT", "gsb0"]
+    newest, none = (("WARPGROUP.DEPBAR.LE", ["gsb0", left]) for left in ("0x1", "0x0"))
+    write = "MOV", ["R186", "R7"]
+    for code, caught in (
+        ((write, values), False),
+        ((values, write, none), True),
+        ((values, none, write), False),
+        ((values, scores, write), True),
+        ((values, scores, newest, write), False),
+        ((scores, values, newest, write), True),
+    ):
+        monkeypatch.setitem(globals(), "instructions", lambda cubin, code=code: iter(code))
+        assert overwritten("") == ([write] if caught else [])

@@ -10,6 +10,7 @@ import torch
 from benchmarks import inputs, peers, tune
 from benchmarks.rows import find
 from benchmarks.tune import TABLES, Table
+from ops_registry import targets
 from tests import aot
 from tests.test_benchmarks import tiny
 from tileops.kernels.common import machine
@@ -84,6 +85,13 @@ def test_candidates_are_arguments_of_the_kernels(name, shape, monkeypatch):
         with machine.overriding(name, numbers):
             for launch in aot.launches(op, call, chip):
                 aot.specialization(launch)
+
+
+def test_no_other_kernel_is_timed_instead():
+    for numbers, aside in (({"mla_decode": {"warps": 4}}, {"tilelang"}), ({}, set())):
+        with peers.overriding(numbers):
+            assert targets.set_aside() == aside
+            assert machine._overrides == numbers
 
 
 # --------------------------------------------------------------------------------------- files

@@ -77,12 +77,41 @@ def appended(
     return call("gqa_prefill_paged_fwd", **{**given, **options})
 
 
-CALLS = {
+def latent(*, batch=3, keys=900, heads=128, heads_kv=1, dim=512, pe=64, dtype=BF16, **options):
+    """Latent decode."""
+    given = {
+        "q": meta(batch, heads, dim, dtype=dtype),
+        "q_pe": meta(batch, heads, pe, dtype=dtype),
+        "k": meta(batch, keys, heads_kv, dim, dtype=dtype),
+        "k_pe": meta(batch, keys, heads_kv, pe, dtype=dtype),
+    }
+    return call("mla_decode_fwd", **{**given, **options})
+
+
+def indexed(
+    *, batch=2, rows=3, keys=900, heads=128, heads_kv=1, dim=512, tail=64, slots=500, dtype=BF16,
+    **options,
+):  # fmt: skip
+    """Attention of queries at the end of the keys over rows of them that indices name."""
+    given = {
+        "q": meta(batch, rows, heads, dim + tail, dtype=dtype),
+        "kv": meta(batch, keys, heads_kv, dim + tail, dtype=dtype),
+        "indices": meta(batch, rows, heads_kv, slots, dtype=I32),
+        "dim_tail": tail,
+        "stride_kv": 1,
+        "q_start_index_s": max(keys - rows, 0),
+    }
+    return call("dsa_decode_fwd", **{**given, **options})
+
+
+GQA_CALLS = {
     "gqa_dense_fwd": dense,
     "gqa_varlen_fwd": packed,
     "gqa_paged_fwd": paged,
     "gqa_prefill_paged_fwd": appended,
 }
+LATENT_CALLS = {"mla_decode_fwd": latent, "dsa_decode_fwd": indexed}
+CALLS = GQA_CALLS | LATENT_CALLS
 
 
 def refusal(call: Any, machine: Machine = H200) -> str | None:

@@ -40,8 +40,8 @@ static struct {
 
 static void run_lane() { body(); }
 
-// Run `what` on 32 lanes; false if they diverge.
-static bool run_warp(const std::function<void()> &what) {
+// Run `what` on the 32 lanes of a warp of a group; false if they diverge.
+static bool run_warp(const std::function<void()> &what, int warp = 0) {
   body = what;
   diverged = false;
   for (Lane &lane : lanes) {
@@ -56,7 +56,7 @@ static bool run_warp(const std::function<void()> &what) {
   do {
     waiting = 0;
     for (int x = 0; x < 32; ++x) {
-      threadIdx.x = x;
+      threadIdx.x = 32 * warp + x;
       lanes[x].waiting = false;
       swapcontext(&outside, &lanes[x].context);
       waiting += lanes[x].waiting && lanes[x].where == lanes[0].where;
@@ -70,7 +70,7 @@ static bool run_warp(const std::function<void()> &what) {
 
 // The values of all lanes, once all have come here.
 static const int *meet(int value, int where) {
-  int x = threadIdx.x;
+  int x = threadIdx.x % 32;
   Lane &lane = lanes[x];
   int *values = box[lane.turn++ % 2];
   values[x] = value;
@@ -85,7 +85,7 @@ static int __shfl_sync(unsigned, int value, int from, int where = __builtin_LINE
 }
 
 static int __shfl_up_sync(unsigned, int value, int by, int where = __builtin_LINE()) {
-  int x = threadIdx.x;
+  int x = threadIdx.x % 32;
   return meet(value, where)[x >= by ? x - by : x];
 }
 
@@ -121,7 +121,7 @@ template <typename T>
 static T __shfl_xor_sync(unsigned, T value, int mask, int where = __builtin_LINE()) {
   int bits, got;
   std::memcpy(&bits, &value, 4);
-  got = meet(bits, where)[threadIdx.x ^ mask];
+  got = meet(bits, where)[threadIdx.x % 32 ^ mask];
   std::memcpy(&value, &got, 4);
   return value;
 }
@@ -156,5 +156,19 @@ struct uint4 {
 };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-// Named by functions that no host test calls.
-unsigned __cvta_generic_to_shared(const void *);
+struct float2 {
+  float x, y;
+};
+static float2 make_float2(float x, float y) { return {x, y}; }
+
+// Where shared memory begins, in which an address is a number of bytes from there.
+static char *shared_memory;
+static unsigned __cvta_generic_to_shared(const void *at) {
+  return static_cast<const char *>(at) - shared_memory;
+}
+
+// 16 bytes, the first `size` of them from there, the others zero.
+static void copy_16_bytes(unsigned to, const char *from, int size) {
+  std::memset(shared_memory + to, 0, 16);
+  std::memcpy(shared_memory + to, from, size);
+}

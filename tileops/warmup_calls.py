@@ -19,6 +19,7 @@ KEYS = 1024  # enough for a machine with idle multiprocessors to split them
 # Of a prefill: more rows than the tiles of a decode serve, and too few keys for several parts.
 TOKENS = 496
 CHUNK = {64: 192}  # tokens of a chunk whose keys are split, by head dim: a tile of them
+SHORT = 64  # keys of a latent row, or slots, too few for several parts
 SPLIT_ROWS = 1024  # query rows from which a backward splits its walk over them
 
 
@@ -86,6 +87,8 @@ ONE, BOTH = ("call",), ("decode", "prefill")
 SEVERAL = ("decode", "several tokens", "prefill")
 # A prefill that splits its keys has a kernel of its own.
 DENSE = (*SEVERAL, "short chunk")
+# Latent rows that are split, and those that are not, have a kernel of their own.
+LATENT_ROWS = ("long rows", "short rows")
 # Keys of the projection, or of a cache; a single row of a projection is a tensor of its own.
 PROMPTS, SINGLE = ("short prompt", "chunk"), ("decode of one request",)
 MODEL: Arguments = {"heads": 32, "heads_kv": 8, "head_dim": 128, "dtype": torch.bfloat16}
@@ -302,23 +305,27 @@ def mha_decode_paged_fwd(s: SimpleNamespace, make: Maker, phase: str) -> Argumen
     }
 
 
-@recipe("mla_decode_fwd", ONE, LATENT)
+def latent_keys(phase: str) -> int:
+    return SHORT if phase == "short rows" else KEYS
+
+
+@recipe("mla_decode_fwd", LATENT_ROWS, LATENT)
 def mla_decode_fwd(s: SimpleNamespace, make: Maker, phase: str) -> Arguments:
     q, q_pe = make.parts(1, s.heads, s=s)
-    k, k_pe = make.parts(1, KEYS, s.heads_kv, s=s)
+    k, k_pe = make.parts(1, latent_keys(phase), s.heads_kv, s=s)
     return {"q": q, "q_pe": q_pe, "k": k, "k_pe": k_pe}
 
 
-@recipe("dsa_decode_fwd", ONE, LATENT | {"is_causal": True})
+@recipe("dsa_decode_fwd", LATENT_ROWS, LATENT | {"is_causal": True})
 def dsa_decode_fwd(s: SimpleNamespace, make: Maker, phase: str) -> Arguments:
-    width = s.head_dim + s.dim_tail
+    width, keys = s.head_dim + s.dim_tail, latent_keys(phase)
     return {
         "q": make.zeros(1, 1, s.heads, width, dtype=s.dtype),
-        "kv": make.zeros(1, KEYS, s.heads_kv, width, dtype=s.dtype),
-        "indices": make.zeros(1, 1, s.heads_kv, KEYS, dtype=torch.int32),
+        "kv": make.zeros(1, keys, s.heads_kv, width, dtype=s.dtype),
+        "indices": make.zeros(1, 1, s.heads_kv, keys, dtype=torch.int32),
         "dim_tail": s.dim_tail,
         "stride_kv": 1,
-        "q_start_index_s": KEYS - 1,
+        "q_start_index_s": keys - 1,
         "is_causal": s.is_causal,
     }
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ops_registry.targets import aside
+
 HERE = Path(__file__).parent
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 # Other versions of torch and Triton run here; what they warn about is not ours.
@@ -39,3 +41,10 @@ def room():
         print(error, file=sys.stderr, flush=True)
         os._exit(1)
     torch.cuda.empty_cache()
+
+
+@pytest.fixture(params=["tilelang", "triton"])
+def kernel(request):
+    """The kernel that serves on Hopper, and the one behind it, which it hides there."""
+    with aside(*({"tilelang"} - {request.param})):
+        yield

@@ -31,7 +31,7 @@ from ops_registry.contract import CONTRACTS, E4M3
 from tests import oracle
 from tests.cases import gqa_dense, gqa_prefill_paged, gqa_varlen
 from tests.gpu import twins
-from tileops.kernels.common import tilelang_limits
+from tests.gpu.hopper_keys import LONG, fewest_rows, on_hopper
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 Key = Mapping[str, Any]
@@ -39,22 +39,6 @@ EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 
 DIMS = (16, 24, 32, 40, 64, 64, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 256, 256)
 GROUPS = (1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 12, 16)
 TAIL = (-1, 2**30)  # table entries past a request's last page
-
-# A key of each operator with a TileLang kernel, whose calls it serves; half of all are such.
-PLAIN = {"heads": 8, "heads_kv": 2, "dtype": BF16, "is_causal": True, "misaligned": False}
-LONG = {
-    "gqa_dense_fwd": {"dim": 128, "softcap": 20.0},
-    "gqa_varlen_fwd": {"dim": 64, "sinks": True, "window_size_left": 127},
-    "gqa_paged_fwd": {
-        "dim": 128,
-        "sinks": False,
-        "window_size_left": 300,
-        "page_size": 16,
-        "pool": BF16,
-    },
-    "gqa_prefill_paged_fwd": {"dim": 64, "page_size": 64},
-}
-LONG = {op: PLAIN | {"long": True} | own for op, own in LONG.items()}
 
 KEYS: dict[str, Callable[[random.Random], dict[str, Any]]] = {}
 CALLS: dict[str, Callable[[Any, Draw], dict[str, Any]]] = {}
@@ -133,24 +117,6 @@ def draw_key(op: str, rng: random.Random) -> dict[str, Any]:
     while long and not on_hopper(op, drawn):
         drawn = KEYS[op](rng)
     return drawn | {"misaligned": rng.random() < 0.15} | ({"long": True} if long else {})
-
-
-def on_hopper(op: str, key: Key) -> bool:
-    """Whether a TileLang kernel serves aligned calls of the key that are long enough."""
-    wide = E4M3 not in (key.get("pool"), key.get("cache_dtype")) or key["dtype"] == BF16
-    return key["dim"] in (64, 128, 256) and key["dtype"] != E4M3 and wide
-
-
-def fewest_rows(key: Key) -> int:
-    """Query rows of a request, on average, from which on that kernel serves packed calls."""
-    read = E4M3 not in (key.get("pool"), key.get("cache_dtype"))
-    if "page_size" in key:
-        read = read and tilelang_limits.reads_pages_of(key["page_size"])
-        read = read and "pos_encoding_mode" not in key
-    if read:
-        return tilelang_limits.FEWEST_PACKED
-    copied = -(-tilelang_limits.FEWEST_COPIED * key["heads_kv"] // key["heads"])
-    return max(tilelang_limits.FEWEST_PACKED, copied)
 
 
 def draw_call(op: str, key: Key, draw: Draw) -> Any:
@@ -551,7 +517,7 @@ def mha_decode_paged_fwd_call(k, draw):
 @call
 def mla_decode_fwd_call(k, draw):
     batch, area = draw.batch(k.heads)
-    rows = draw.length(min(area, 4096))
+    rows = max(draw.length(min(area, 4096)), int(k.long))
     return {
         "q": draw.randn(batch, k.heads, k.dim, dtype=k.dtype),
         "q_pe": draw.randn(batch, k.heads, k.rotary, dtype=k.dtype),
@@ -620,8 +586,8 @@ def nsa_varlen_fwd_call(k, draw):
 def dsa_decode_fwd_call(k, draw):
     batch = draw.rng.randint(1, 4)
     room = draw.budget * 2 // (max(k.slots, 1) * (k.dim + k.dim_tail) * batch)
-    queries = draw.length(min(max(room // k.heads_kv, 1), 300))
-    rows = draw.length(3000)
+    queries = max(draw.length(min(max(room // k.heads_kv, 1), 300)), int(k.long))
+    rows = max(draw.length(3000), int(k.long))
     width = k.dim + k.dim_tail
     # Distinct rows in random slots, dead values of every kind between them.
     keys = torch.rand(

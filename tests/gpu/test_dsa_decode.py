@@ -5,6 +5,7 @@ import torch
 
 from ops_registry.accuracy import FORWARD
 from ops_registry.attention.dsa_decode import DSA_DECODE_FWD
+from ops_registry.targets import aside
 from tests import checks
 from tileops.kernels.common.machine import H200, configuration, overriding
 
@@ -59,6 +60,7 @@ def check(args, tail=64, stride=1, start=10**6, scale=None, causal=True, times=1
         checks.assert_close(ATTEND(*args, *options), wanted, FORWARD[args[0].dtype])
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize(
     "b, s, s_kv, h", [(1, 40, 4096, 128), (64, 1, 3000, 128), (2, 1, 5000, 128), (1, 70, 3000, 16)]
@@ -67,10 +69,12 @@ def test_models(b, s, s_kv, h, dtype):
     check(inputs(b, s, s_kv, h, dtype=dtype))
 
 
+@pytest.mark.usefixtures("kernel")
 def test_the_first_queries_of_a_prompt():
     check(inputs(1, 300, 300, 128, dead=0.0), start=0)
 
 
+@pytest.mark.usefixtures("kernel")
 def test_more_rows_than_programs():
     check(inputs(1, 700, 64, 128, slots=130, dead=0.5))
 
@@ -81,7 +85,8 @@ def test_every_way_of_loading_tiles(numbers, b, s, slots):
     """Again and again: what races is not wrong every time."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the numbers are for Hopper")
-    with overriding("dsa_decode", {**configuration("dsa_decode", "w576h64", H200), **numbers}):
+    numbers = {**configuration("dsa_decode", "w576h64", H200), **numbers}
+    with aside("tilelang"), overriding("dsa_decode", numbers):
         check(inputs(b, s, 3000, 128, slots=slots), times=5)
 
 
@@ -91,6 +96,20 @@ def test_heads_and_dims(h, h_kv, d, tail):
     check(inputs(2, 3, 200, h, h_kv, d, tail, slots=100), tail)
 
 
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("h, h_kv", [(64, 1), (384, 2), (1024, 1)])
+def test_blocks_of_heads(h, h_kv):
+    for b, s, slots in ((1, 2, 300), (2, 3, 1000), (2, 150, 70)):
+        check(inputs(b, s, 2000, h, h_kv, slots=slots), times=3)
+
+
+def test_queries_that_share_memory():
+    q, kv, index = inputs(2, 3, 200, 128, slots=100)
+    check((q[:, :1].expand(-1, 3, -1, -1), kv, index))
+    check((q[:, :, :1].expand(-1, -1, 128, -1), kv, index))
+
+
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("slots", [1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("stride, start", [(1, 0), (4, 3), (64, 1000)])
 @pytest.mark.parametrize("causal", [True, False])
@@ -98,6 +117,7 @@ def test_slots_and_limits(slots, stride, start, causal):
     check(inputs(2, 20, 100, 128, slots=slots), 64, stride, start, 0.1, causal)
 
 
+@pytest.mark.usefixtures("kernel")
 def test_rows_far_away():
     """A cache of more than 2 ** 31 elements, and only its last rows are named."""
     rows = 4_000_000
@@ -111,6 +131,7 @@ def test_rows_far_away():
     checks.assert_close(ATTEND(q, kv, far, *options), wanted, FORWARD[BF16])
 
 
+@pytest.mark.usefixtures("kernel")
 def test_no_live_slot():
     q, kv, index = inputs(2, 3, 50, 128, slots=40, dead=1.0)
     kv.fill_(NAN)

@@ -5,6 +5,7 @@ import torch
 
 from ops_registry.accuracy import FORWARD
 from ops_registry.attention.mla_decode import MLA_DECODE_FWD
+from ops_registry.targets import aside
 from tests import checks
 from tileops.kernels.common.machine import H200, configuration, overriding
 
@@ -41,6 +42,7 @@ def check(args, times=1):
         checks.assert_close(DECODE(*args), wanted, FORWARD[args[0].dtype])
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("b, n, h", [(16, 4096, 128), (4, 8192, 128), (24, 2048, 16), (1, 70, 64)])
 def test_models(b, n, h, dtype):
@@ -53,7 +55,8 @@ def test_every_way_of_loading_tiles(numbers, b, n):
     """Again and again: what races is not wrong every time."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the numbers are for Hopper")
-    with overriding("mla_decode", {**configuration("mla_decode", "w576h64", H200), **numbers}):
+    numbers = {**configuration("mla_decode", "w576h64", H200), **numbers}
+    with aside("tilelang"), overriding("mla_decode", numbers):
         check(inputs(b, n, 128, room=7), times=5)
 
 
@@ -63,18 +66,33 @@ def test_heads_and_dims(h, h_kv, d, pe):
     check(inputs(2, 200, h, h_kv, d, pe))
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 127, 129, 4095])
 @pytest.mark.parametrize("b", [1, 33, 67, 133])
 def test_cuts(b, n):
     check(inputs(b, n, 128, room=1))
 
 
-def test_rows_far_away():
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("h, h_kv", [(64, 1), (384, 2), (1024, 1)])
+def test_blocks_of_heads(h, h_kv):
+    for b, n in ((1, 300), (5, 1000), (140, 130)):
+        check(inputs(b, n, h, h_kv, room=3), times=3)
+
+
+def test_queries_that_share_memory():
+    q, q_pe, k, k_pe = inputs(3, 200, 128)
+    check((q[:1].expand(3, -1, -1), q_pe[:1].expand(3, -1, -1), k, k_pe))
+    check((q[:, :1].expand(-1, 128, -1), q_pe[:, :1].expand(-1, 128, -1), k, k_pe))
+
+
+@pytest.mark.parametrize("h", [16, 128])
+def test_rows_far_away(h):
     """A cache of more than 2 ** 31 elements."""
-    q, q_pe, k, k_pe = inputs(2, 1_900_000, 16)
+    q, q_pe, k, k_pe = inputs(2, 1_900_000, h)
     k[:, :-1000] = 0
     o = DECODE(q * 0, q_pe * 0, k, k_pe)
-    wanted = k[:, -1000:].double().sum(1).expand(2, 16, 512) / 1_900_000
+    wanted = k[:, -1000:].double().sum(1).expand(2, h, 512) / 1_900_000
     assert (o.double() - wanted).norm() <= 6e-3 * wanted.norm()
 
 

@@ -10,7 +10,7 @@ from ops_registry.contract import register
 from ops_registry.targets import Target
 from tileops.op import Op
 
-KERNELS = ("triton", "reference")
+KERNELS = ("tilelang", "triton", "reference")
 
 register(
     DSA_DECODE_FWD, infer_dsa_decode_fwd, KERNELS, package="tileops.kernels.attention.dsa_decode"

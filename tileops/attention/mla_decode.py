@@ -8,7 +8,7 @@ from ops_registry.contract import register
 from ops_registry.targets import Target
 from tileops.op import Op
 
-KERNELS = ("triton", "cpu", "reference")
+KERNELS = ("tilelang", "triton", "cpu", "reference")
 
 register(
     MLA_DECODE_FWD,

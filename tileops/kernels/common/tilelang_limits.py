@@ -34,6 +34,9 @@ MOST_ROWS = 2**31  # of a packed tensor or a pool: coordinates are 32-bit
 ROWS_COPIED = 128  # of a page of a copy
 MOST_COPIED = 2**30  # bytes of keys and values that are copied before a call reads them
 FEWEST_COPIED = 256  # query rows of a KV head that make up for reading its keys once more
+LATENT_COLUMNS = 512, 64  # of a value, and those of a key behind them
+LATENT_HEADS = 64  # of a program
+LATENT_SLOTS = 64  # of a tile
 SCALES = 2.0**-60, 2.0**60  # between them nothing of a finite call leaves float32
 CAPS = 1e-3, 1e3  # of a softcap: tanh is off by 1e-7, a logit by so many times that
 
@@ -46,10 +49,18 @@ def refusal(call: Any) -> str | None:
     return "needs a GPU of compute capability 9.0"
 
 
-def option_refusal(call: Any) -> str | None:
-    """Why the options of a call are not served."""
+def scale_refusal(call: Any) -> str | None:
+    """Why the scale of a call is not served."""
     if call.sm_scale is not None and not SCALES[0] < call.sm_scale < SCALES[1]:
         return f"serves scales from 2**-60 to 2**60, got sm_scale={call.sm_scale}"
+    return None
+
+
+def option_refusal(call: Any) -> str | None:
+    """Why the options of a call are not served."""
+    problem = scale_refusal(call)
+    if problem:
+        return problem
     if call.softcap and not CAPS[0] <= call.softcap <= CAPS[1]:
         return f"serves softcaps from {CAPS[0]:g} to {CAPS[1]:g}, got softcap={call.softcap}"
     return None
@@ -142,6 +153,30 @@ def e4m3_refusal(call: Any) -> str | None:
         or getattr(call, "sinks", None) is not None
     ):
         return "serves float8_e4m3fn without softcap, rotation and sinks"
+    return None
+
+
+def latent_refusal(q: Tensor, tail: int, slots: Any, **caches: Tensor) -> str | None:
+    """Why queries [..., H, D] over caches [B, N, H_kv, ...], by their names, are not served.
+
+    tail: columns of a key behind the D of a value. slots: that a query looks at.
+    """
+    heads, dim = q.shape[-2:]
+    if (dim, tail) != LATENT_COLUMNS:
+        return f"serves values of 512 and keys of 64 columns more, got {dim} and {tail}"
+    heads_kv = next(iter(caches.values())).shape[2]
+    if heads % (heads_kv * LATENT_HEADS):
+        return f"serves groups of multiples of 64 query heads, got H={heads} and H_kv={heads_kv}"
+    if q.dtype not in HALF:
+        return _problem("q", q, HALF)
+    problem = _size_problem("q", q, pools=True)
+    for name, x in caches.items():
+        problem = problem or _size_problem(name, x, pools=True) or _place_problem(name, x)
+    if problem or _unknown(q) or not isinstance(slots, int):
+        return problem
+    tiles = q.shape[:-2].numel() * heads_kv * (slots // LATENT_SLOTS + 1)
+    if tiles >= MOST_ROWS:
+        return f"serves fewer than 2**31 blocks of keys of all queries, got {tiles}"
     return None
 
 

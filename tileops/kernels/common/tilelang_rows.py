@@ -452,16 +452,18 @@ INLINE void send_rows(const void *tile, void *o, int wg, int row, int live, int 
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The live rows of a 64 x D tile, rounded, from registers to o [tokens, heads, D]; rows as above.
-// The four threads of a row exchange pairs of columns, so that each writes 16 bytes at a time.
-template <int D, int PER, int P, bool BF16>
+// The live rows of a 64 x D tile, rounded, from registers to o [tokens, heads, WIDTH]; rows as
+// above. The four threads of a row exchange pairs of columns, so that each writes 16 bytes at a
+// time.
+template <int D, int PER, int P, bool BF16, int WIDTH = D>
 INLINE void write_rows(const float *x, void *o, int wg, int row, int live, int head, int heads) {
   int place = thread() % 4;
   bool odd = place & 1, upper = place & 2;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     int r = own_row(wg) + 8 * h, token = r % PER, g = r / PER;
-    long long to = (static_cast<long long>(row + token) * heads + head * P + g) * D + place * 8;
+    long long line = static_cast<long long>(row + token) * heads + head * P + g;
+    long long to = line * WIDTH + place * 8;
 #pragma unroll
     for (int c = 0; c < D / 32; ++c) {
       unsigned y[4];  // pairs of 4 x 8 columns

@@ -27,6 +27,7 @@ TILES = 4  # of a range at least: a part is not worth less
 WAVES = 4  # ranges per program slot from which whole rows balance by themselves
 COMBINED = 4  # heads that a program joins
 SCAN = 1024  # names that a program looks at in one step
+FAR = 2**31  # no index names a row so far, no query stands there
 
 
 # -------------------------------------------------------------------------------- device code
@@ -330,6 +331,14 @@ class Limit(NamedTuple):
     stride: int
 
 
+def past_rows(start: int, stride: int) -> Limit:
+    """(start + s + 1) // stride, for every query s < FAR right below FAR and free of overflow."""
+    first, rest = divmod(start + 1, stride)
+    wait = min(stride - rest, FAR)  # queries that see no more than `first` rows
+    stride = min(stride, FAR)
+    return Limit(min(first, FAR), stride - wait, stride)
+
+
 class Strided(NamedTuple):
     """A tensor [..., H, D] with static strides of its rows and heads, in elements."""
 
@@ -532,6 +541,15 @@ def attend_latent(
         TILES=tiled,
         **numbers,
     )
+    combine(o, parts, part_sums, rows, plan, heads_kv)
+
+
+def combine(
+    o: Tensor, parts: Tensor, part_sums: Tensor, rows: Any, plan: Schedule, heads_kv: int
+) -> None:
+    """Join the parts of rows that are in several ranges."""
+    heads, dim = o.shape[-2:]
+    head_blocks, block_h = parts.shape[2:4]
     launch(
         combine_parts_kernel,
         (plan.parts * head_blocks * (block_h // COMBINED),),
@@ -542,7 +560,7 @@ def attend_latent(
         plan.row_tiles,
         plan.range_tiles,
         HEADS_KV=heads_kv,
-        GROUP=group,
+        GROUP=heads // heads_kv,
         D=dim,
         HEAD_BLOCKS=head_blocks,
         BLOCK_H=block_h,

@@ -4,9 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tileops.kernels.common.triton_latent import Limit, attend_latent, refusal
-
-FAR = 2**31  # no index names a row so far, no query stands there
+from tileops.kernels.common.triton_latent import attend_latent, past_rows, refusal
 
 
 def dsa_decode_fwd(out: Tensor, call: Any) -> None:
@@ -26,14 +24,6 @@ def dsa_decode_fwd(out: Tensor, call: Any) -> None:
         indices=call.indices,
         limit=past_rows(call.q_start_index_s, call.stride_kv) if call.is_causal else None,
     )
-
-
-def past_rows(start: int, stride: int) -> Limit:
-    """(start + s + 1) // stride, for every query s < FAR right below FAR and free of overflow."""
-    first, rest = divmod(start + 1, stride)
-    wait = min(stride - rest, FAR)  # queries that see no more than `first` rows
-    stride = min(stride, FAR)
-    return Limit(min(first, FAR), stride - wait, stride)
 
 
 def dsa_decode_fwd_refusal(call: Any) -> str | None:
