@@ -273,6 +273,7 @@ REFUSED = [
         f"{STRIDES}kv with strides (1036800, 1152, 1152, 2)",
     ),
     (latent(k=ODD_K), "reads from multiples of 16 bytes, got k between them"),
+    (indexed(slots=0), "serves lists of one and more slots, got empty ones"),
     (
         indexed(heads=64, batch=1, rows=1 << 22, slots=1 << 15),
         "serves fewer than 2**31 blocks of keys of all queries, got 2151677952",

@@ -6,7 +6,7 @@ consumer groups score the tiles of a row in turn, each those of its own slot, an
 references on; each holds half of the outputs, and takes the weights of the other's tiles from
 where the tail of the keys was. So one group multiplies while the other one weighs. A tile has
 three parts, loaded again as soon as nothing reads them: the tail, of keys alone, and the halves.
-The design and its figures: `docs/design/hopper-log.md`.
+The design and its figures: `docs/design/latent-log.md`.
 """
 
 from typing import Any

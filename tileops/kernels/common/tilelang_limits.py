@@ -174,6 +174,8 @@ def latent_refusal(q: Tensor, tail: int, slots: Any, **caches: Tensor) -> str | 
         problem = problem or _size_problem(name, x, pools=True) or _place_problem(name, x)
     if problem or _unknown(q) or not isinstance(slots, int):
         return problem
+    if not slots:
+        return "serves lists of one and more slots, got empty ones"
     tiles = q.shape[:-2].numel() * heads_kv * (slots // LATENT_SLOTS + 1)
     if tiles >= MOST_ROWS:
         return f"serves fewer than 2**31 blocks of keys of all queries, got {tiles}"
