@@ -293,8 +293,14 @@ TABLES = {
             "stages": (1, 2, 3),
             "registers": (None, 128, 168),
         },
-        {},
+        {"APART": (24, 52, 64)},
         nsa_rows(2, "nsa-sparse-d64-4x8k", "nsa-sparse-8x1k", "nsa-sparse-27b-8x4k"),
+    ),
+    "nsa_varlen_apart": Table(
+        ("nsa_varlen_fwd",),
+        {"BLOCK_N": (32, 64), "warps": (1, 2), "stages": (2, 3, 4)},
+        {},
+        {"d64": known("nsa-sparse-d64-4x8k"), "d128": known("nsa-sparse-27b-1x32k")},
     ),
     "fp8_lightning_indexer": Table(
         ("fp8_lightning_indexer",),

@@ -156,8 +156,8 @@ def mla(variant, batch=16, heads=128, rotary=64):
     )
 
 
-def nsa(variant, heads=64, heads_kv=4, dim=128, block=64, dtype=BF16):
-    requests, chunks = 8, S // block
+def nsa(variant, requests=8, heads=64, heads_kv=4, dim=128, block=64, dtype=BF16):
+    chunks = S // block
     q, kv = meta(S, heads, dim, dtype=dtype), meta(S, heads_kv, dim, dtype=dtype)
     cu, tokens = meta(requests + 1, dtype=I32), meta(S, 2, dtype=I32)
     compressed = meta(chunks, heads_kv, dim, dtype=dtype)
@@ -295,6 +295,8 @@ mla("no-rotary", rotary=0)
 nsa("h64")
 nsa("fp16-block32", heads=32, heads_kv=2, block=32, dtype=F16)
 nsa("d64", heads=32, heads_kv=2, dim=64, block=32)
+nsa("long", requests=1, block=32)
+nsa("long-d64", requests=1, heads=32, heads_kv=2, dim=64, block=32)
 
 dsa("prefill")
 dsa("decode", queries=1, batch=64)

@@ -1,4 +1,9 @@
-"""The kernels of attention over selected blocks: unions, repetitions, sentinels, block sizes."""
+"""The kernels of attention over selected blocks: unions, repetitions, sentinels, block sizes.
+
+Over unions, and token by token.
+"""
+
+import contextlib
 
 import pytest
 import torch
@@ -7,11 +12,16 @@ from ops_registry.accuracy import FORWARD
 from ops_registry.attention.nsa_varlen import NSA_VARLEN_FWD
 from tests import checks, oracle
 from tests.cases import nsa_packing
+from tileops.kernels.attention.nsa_varlen import triton as triton_shared
+from tileops.kernels.attention.nsa_varlen import triton_apart
+from tileops.kernels.common.launch import launch
 from tileops.kernels.common.machine import overriding
 
 F16 = torch.float16
 INF, NAN = float("inf"), float("nan")
 SMALL = {"BLOCK_M": 16, "BLOCK_N": 16, "TOKENS": 4, "warps": 4, "stages": 1}
+SHARED = {"BLOCK_M": 64, "BLOCK_N": 16, "TOKENS": 16, "warps": 4, "stages": 1}
+TOKEN = {"BLOCK_N": 16, "warps": 1, "stages": 1}
 
 
 @pytest.fixture
@@ -19,6 +29,48 @@ def small():
     """Tiles so small that a request of few tokens takes many of them."""
     with overriding("nsa_varlen", SMALL):
         yield
+
+
+@contextlib.contextmanager
+def marking(apart):
+    """Tiles are apart where their unions have more than apart / 64 of the selections."""
+    numbers = SHARED | {"APART": apart}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        overriding("nsa_varlen", numbers),
+        overriding("nsa_varlen_apart", TOKEN),
+    ):
+        patch.setattr(triton_apart, "LONG", 0)
+        patch.setattr(triton_apart, "LEAST_SIZE", 1)
+        yield
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The arguments of the launches meanwhile, by kernel."""
+    found = {}
+
+    def noting(kernel, grid, *args, **options):
+        found[kernel.__name__] = args
+        launch(kernel, grid, *args, **options)
+
+    for module in (triton_shared, triton_apart):
+        monkeypatch.setattr(module, "launch", noting)
+    return found
+
+
+@pytest.fixture
+def apart():
+    """Every tile that selects something is apart."""
+    with marking(0):
+        yield
+
+
+@pytest.fixture(params=["together", "apart"])
+def either(request):
+    """Unions, with the numbers of the files; token by token."""
+    if request.param == "apart":
+        request.getfixturevalue("apart")
 
 
 @pytest.fixture
@@ -69,7 +121,7 @@ def test_dims_in_parts(attend, small, dim):
 
 
 @pytest.mark.parametrize("slots", [0, 1, 17, 70])
-def test_slots(attend, slots):
+def test_slots(attend, either, slots):
     check(attend, inputs((9, 0, 2), h=2, h_kv=1, slots=slots))
 
 
@@ -97,7 +149,7 @@ def test_large_blocks_side_by_side(attend):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_repetitions_count(attend, causal):
+def test_repetitions_count(attend, either, causal):
     """Tokens of a tile repeat different blocks differently often."""
     args = inputs((12, 20), h=2, h_kv=1, slots=20)
     args[3].clamp_(0, 2)
@@ -106,7 +158,7 @@ def test_repetitions_count(attend, causal):
 
 
 @pytest.mark.parametrize("dead", [-1, -(2**31), 30, 2**30])
-def test_sentinels_contribute_nothing(attend, dead):
+def test_sentinels_contribute_nothing(attend, either, dead):
     q, k, v, blocks, counts, *packing = inputs((9, 5))
     sentinels = torch.full_like(blocks, dead)
     assert (attend(q, k, v, sentinels, counts, *packing) == 0).all()
@@ -119,14 +171,14 @@ def test_sentinels_contribute_nothing(attend, dead):
 
 
 @pytest.mark.parametrize("count", [-(2**31), -1, 2**31 - 1])
-def test_counts_are_cut_to_the_slots(attend, count):
+def test_counts_are_cut_to_the_slots(attend, either, count):
     args = inputs()
     args[4].fill_(count)
     o = check(attend, args)
     assert count > 0 or (o == 0).all()
 
 
-def test_what_is_not_selected_does_not_leak(attend):
+def test_what_is_not_selected_does_not_leak(attend, either):
     q, k, v, _, _, *packing = inputs((9, 5, 16))
     blocks = torch.tensor([1, 0], dtype=torch.int32).expand(30, 2, 2)
     counts = torch.ones(30, 2, dtype=torch.int32)
@@ -139,12 +191,12 @@ def test_what_is_not_selected_does_not_leak(attend):
 
 
 @pytest.mark.parametrize("lens", [(), (0,), (0, 0), (1,), (1, 1, 1)])
-def test_few_tokens(attend, lens):
+def test_few_tokens(attend, either, lens):
     check(attend, inputs(lens))
 
 
 @pytest.mark.parametrize("end", [0, 9, 14])
-def test_rows_past_the_last_offset(attend, end):
+def test_rows_past_the_last_offset(attend, either, end):
     args = inputs((9, 5, 6))
     before = attend(*args)
     for x in args[:3]:
@@ -156,7 +208,61 @@ def test_rows_past_the_last_offset(attend, end):
     assert (o[end:] == 0).all()
 
 
-def test_rows_of_wider_tensors(attend):
+def test_rows_of_wider_tensors(attend, either):
     args = inputs((9, 5))
     joint = torch.randn(14, 9, 16).to(F16)
     check(attend, (joint[:, 1:5], joint[:, 5:7], joint[:, 7:], *args[3:]))
+
+
+@pytest.mark.parametrize("group", [1, 3, 7, 16, 21])
+@pytest.mark.parametrize("causal", [True, False])
+def test_groups_apart(attend, apart, group, causal):
+    """A group of 21 takes two parts."""
+    check(attend, inputs((10, 0, 5), h=group, h_kv=1), causal)
+
+
+@pytest.mark.parametrize("dim", [1, 20, 128])
+def test_dims_apart(attend, apart, dim):
+    check(attend, inputs((9, 2), d=dim), scale=dim**-0.5)
+
+
+@pytest.mark.parametrize("bs", [3, 17, 32])
+@pytest.mark.parametrize("causal", [True, False])
+def test_block_sizes_apart(attend, apart, bs, causal):
+    """Blocks of one step or two, with 1 key or 16 in the last; a request of two tiles."""
+    check(attend, inputs((1, 20, 0, 40), bs, 2, 1), causal, bs=bs)
+
+
+def test_some_tiles_apart(attend, launched):
+    """Tiles of 32 tokens: the first and third select alike, the fourth nothing."""
+    q, k, v, blocks, counts, *packing = inputs((160,), h=2, h_kv=1, slots=4)
+    counts.fill_(4)
+    blocks[:] = torch.rand(160, 1, 40).argsort(-1)[..., :4]
+    blocks[:32] = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    blocks[64:96] = torch.tensor([0, 5, 9, 15], dtype=torch.int32)
+    counts[96:128] = 0
+    with marking(10):
+        check(attend, (q, k, v, blocks, counts, *packing), causal=False)
+    lengths = launched["nsa_apart_kernel"][6]
+    assert (lengths[0, ::32, 0] < 0).tolist() == [False, True, False, False, True]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_past_the_cut_of_a_block(attend, apart, causal):
+    """What follows in a token's last block, or in the next request, is not read."""
+    q, k, v, blocks, counts, *packing = inputs((21, 4), 16, h=2, h_kv=1, slots=3)
+    counts.fill_(3)
+    blocks[:] = torch.tensor([0, 1, 1], dtype=torch.int32)
+    before = check(attend, (q, k, v, blocks, counts, *packing), causal, bs=16)
+    end = 19 if causal else 21
+    k[end:], v[end:] = NAN, NAN
+    o = attend(q, k, v, blocks, counts, *packing, causal=causal, bs=16)
+    assert torch.equal(o[:end], before[:end])
+
+
+@pytest.mark.parametrize("lens, long", [((40, 40), True), ((39, 40), False)])
+def test_long_requests_alone_have_tiles_apart(attend, apart, launched, monkeypatch, lens, long):
+    """Long are two selections of five blocks of four keys, on average."""
+    monkeypatch.setattr(triton_apart, "LONG", 2)
+    check(attend, inputs(lens, h=2, h_kv=1))
+    assert ("nsa_apart_kernel" in launched) == long

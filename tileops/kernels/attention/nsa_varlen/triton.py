@@ -4,7 +4,8 @@ Loading every token's blocks for itself is bound by the L2 cache, so a tile of a
 the union of their selections, each block once. A first kernel makes the unions: for every tile a
 list of entries, a block id above a word with a bit for each token that selected it. A block that
 a token names twice is in the list twice. Blocks whose keys all tokens of the tile may see come
-first, they need no mask but the word.
+first, they need no mask but the word. A tile whose union has most of what its tokens selected is
+marked as apart, and left to the kernel of `triton_apart.py`.
 """
 
 from typing import Any
@@ -14,6 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tileops.kernels.attention.nsa_varlen.triton_apart import (
+    TOGETHER,
+    attend_apart,
+    may_be_apart,
+)
 from tileops.kernels.common.device import LOG2E, float32
 from tileops.kernels.common.launch import launch, machine, rows
 from tileops.kernels.common.machine import configuration
@@ -46,7 +52,7 @@ def joined_words(word, block, lane, BITS: tl.constexpr):
     return word
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "slots"])
+@triton.jit(do_not_specialize=["tokens", "requests", "slots", "apart"])
 def nsa_union_kernel(
     block_indices,
     block_counts,
@@ -56,6 +62,7 @@ def nsa_union_kernel(
     tokens,
     requests,
     slots,
+    apart,
     HEADS_KV: tl.constexpr,
     SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
@@ -68,7 +75,8 @@ def nsa_union_kernel(
     """entries [HEADS_KV, T, slots] and lengths [HEADS_KV, T, 2] of a tile of TOKENS tokens.
 
     A tile's list has the rows of its tokens: from the front the plain blocks, whose keys all of
-    them see, from the back the masked ones. lengths, in the first token's row: of either.
+    them see, from the back the masked ones. lengths, in the first token's row: of either, the
+    first -1 where the entries are more than apart / 64 of what the tokens selected.
     There are 2 ** ROW_BITS rows for the tokens; 2 ** SLOT_BITS slots are joined at a time.
     SHORT: a block id and the number of a row fit 30 bits.
     """
@@ -107,6 +115,7 @@ def nsa_union_kernel(
     lane = tl.arange(0, N)
     plain = begin * 0
     masked = plain
+    selected = plain
     for start in range(0, slots, SLOTS):
         slot = start + tl.arange(0, SLOTS)
         named = live[:, None] & (slot < slots)[None, :] & (slot[None, :] < used[:, None])
@@ -126,6 +135,7 @@ def nsa_union_kernel(
         before = tl.maximum(lane - 1, 0)
         same = (lane > 0) & (tl.gather(named_by, before, 0) == named_by)
         waiting = (named_by < (0x7FFFFFFF if SHORT else 2**62)).to(tl.int32)
+        selected += tl.sum(waiting, 0)
         left = tl.max(waiting, 0)
         while left > 0:
             # A block that a token names again waits for the next round.
@@ -145,6 +155,7 @@ def nsa_union_kernel(
             masked += all_here - plain_here
             waiting = again
             left = tl.max(waiting, 0)
+    plain = tl.where((plain + masked) * 64 > selected * apart, -1, plain)
     tl.store(lengths + list_row * 2, plain)
     tl.store(lengths + list_row * 2 + 1, masked)
 
@@ -183,6 +194,7 @@ def nsa_varlen_kernel(
 ):
     """BLOCK_V columns of o for TOKENS tokens and MEMBERS heads of a group, keys by tile's list.
 
+    Tiles that are apart are left to `nsa_apart_kernel`.
     FLAT: the keys of a list are walked as one sequence, so that a step may hold several blocks;
     else block by block.
     """
@@ -204,6 +216,11 @@ def nsa_varlen_kernel(
     first = tl.load(memory, mask=tile < 0, other=first)
     if begin >= length:
         return
+    real = n < requests
+    list_row = r.to(tl.int64) * tokens + first + begin
+    plain = tl.load(lengths + list_row * 2, mask=real, other=0)
+    if plain < 0:
+        return
 
     row = tl.arange(0, BLOCK_M)
     token = row // MEMBERS
@@ -216,10 +233,7 @@ def nsa_varlen_kernel(
     # No word has a bit past WORD: dead rows see nothing.
     bit = tl.where(live, tl.full([BLOCK_M], 1, tl.int32) << token, 0)
 
-    real = n < requests
-    list_row = r.to(tl.int64) * tokens + first + begin
     blocks = entries + list_row * slots
-    plain = tl.load(lengths + list_row * 2, mask=real, other=0)
     masked = tl.load(lengths + list_row * 2 + 1, mask=real, other=0)
     count = plain + masked
     # From the end of the plain blocks to the masked ones.
@@ -303,6 +317,7 @@ def nsa_varlen_fwd(out: Tensor, call: Any) -> None:
     walk = columns(dim, shape == "wide")
     # A small group needs few rows for the tokens that are to share their blocks.
     shared = numbers.pop("TOKENS")
+    apart = numbers.pop("APART", TOGETHER)
     block_m = min(numbers["BLOCK_M"], max(16, triton.next_power_of_2(shared * group)))
     numbers["BLOCK_M"] = block_m
     members = min(group, block_m)
@@ -311,22 +326,27 @@ def nsa_varlen_fwd(out: Tensor, call: Any) -> None:
     requests = call.offsets.shape[0] - 1
     tiles = tokens // per_tile + requests + 1
     offsets = call.offsets.contiguous()
+    block_indices = call.block_indices.contiguous()
+    block_counts = call.block_counts.contiguous()
     entries = q.new_empty((heads_kv, tokens, slots), dtype=torch.int64)
     lengths = q.new_empty((heads_kv, tokens, 2), dtype=torch.int32)
     size = min(call.block_size, FAR)
+    if size > FLAT_SIZE or not may_be_apart(call, size, block_m, per_tile):
+        apart = TOGETHER
     union_rows = triton.next_power_of_2(per_tile)
     joined = joined_slots(slots, union_rows)
     launch(
         nsa_union_kernel,
         (tiles * heads_kv,),
-        call.block_indices.contiguous(),
-        call.block_counts.contiguous(),
+        block_indices,
+        block_counts,
         offsets,
         entries,
         lengths,
         tokens,
         requests,
         slots,
+        apart,
         HEADS_KV=heads_kv,
         SIZE=size,
         IS_CAUSAL=call.is_causal,
@@ -369,6 +389,33 @@ def nsa_varlen_fwd(out: Tensor, call: Any) -> None:
         BLOCK_V=walk.block,
         WAYS=WAYS,
         **numbers,
+    )
+    if apart == TOGETHER:
+        return
+    attend_apart(
+        q,
+        k,
+        v,
+        offsets,
+        block_indices,
+        block_counts,
+        lengths,
+        out,
+        call.scale,
+        tokens,
+        requests,
+        slots,
+        tiles=tiles,
+        HEADS_KV=heads_kv,
+        GROUP=group,
+        D=dim,
+        SIZE=size,
+        IS_CAUSAL=call.is_causal,
+        Q_ROW=q_row,
+        K_ROW=k_row,
+        V_ROW=v_row,
+        TOKENS=per_tile,
+        BLOCK_D=walk.block,
     )
 
 
