@@ -113,7 +113,6 @@ SERVED = {
     "dsa_decode_fwd": [
         indexed(heads=64, dtype=torch.float16, is_causal=False),
         indexed(heads=384, heads_kv=2, sm_scale=0.3, stride_kv=4, q_start_index_s=10**9),
-        indexed(slots=0),
         indexed(slots=1, keys=1),
         indexed(rows=70_000, slots=2048),
         indexed(kv=meta(2, 900, 2, 640)[:, :, 1:, 64:]),

@@ -39,13 +39,15 @@ def asked(call):
 
 CONSTANTS = [
     (latent(), {"dtype": "bfloat16", "gather": False, "causal": False, "whole": False}),
+    (latent(), {"pair": True}),
+    (latent(heads=64), {"pair": False}),
+    (latent(heads=192), {"pair": False}),
     (latent(keys=256), {"gather": False, "whole": True}),
     (latent(batch=66), {"whole": True}),
     (latent(batch=50), {"whole": False}),
     (latent(batch=132, heads=64, dtype=torch.float16), {"dtype": "float16", "whole": True}),
-    (indexed(), {"dtype": "bfloat16", "gather": True, "causal": True, "whole": False}),
+    (indexed(), {"dtype": "bfloat16", "gather": True, "causal": True, "pair": False}),
     (indexed(is_causal=False), {"gather": True, "causal": False}),
-    (indexed(slots=0), {"gather": True, "whole": True}),
     (indexed(batch=1, rows=200), {"gather": True, "whole": False}),
     (indexed(batch=1, rows=270, dtype=torch.float16), {"dtype": "float16", "whole": True}),
 ]
@@ -198,19 +200,10 @@ extern "C" bool add_up(float *l) {
   return run_warp([=] { attn::add_up(l + threadIdx.x * 2); });
 }
 
-// What one warp puts into shared memory [2, 64] and the same warp of the other group takes.
-extern "C" bool pass_factors(const float *alpha, const float *m, float *shared, float *to_alpha,
-                             float *to_m, float *l, int warp) {
-  auto own = [] { return threadIdx.x % 32 * 2; };
-  return run_warp([=] { attn::put_factors(shared, alpha + own(), m + own()); }, warp) &&
-         run_warp([=] {
-           attn::take_factors(shared, to_alpha + own(), to_m + own(), l + own());
-         }, warp);
-}
-
-extern "C" bool add_rows(const float *x, float *shared, float *to, int warp) {
-  return run_warp([=] { attn::put_rows(shared, x + threadIdx.x % 32 * 2); }, warp) &&
-         run_warp([=] { attn::add_rows(shared, to + threadIdx.x % 32 * 2); }, warp);
+// What one warp puts into shared memory [64] and the same warp of the other group takes.
+extern "C" bool pass_factors(const float *x, float *shared, float *to, int warp) {
+  return run_warp([=] { attn::put_factors(shared, x + threadIdx.x % 32 * 2); }, warp) &&
+         run_warp([=] { attn::get_factors(to + threadIdx.x % 32 * 2, shared); }, warp);
 }
 
 extern "C" bool write_part(const float *x, float *to, int warp) {
@@ -231,8 +224,7 @@ NUMBERS = 5  # that `next_row` keeps
 @pytest.fixture(scope="module")
 def device(tmp_path_factory):
     found = compiled(SHIM, tmp_path_factory.mktemp("latent"), latent=True)
-    for name in ("gather", "hide_dead", "add_up", "pass_factors", "add_rows", "write_part",
-                 "write_sums"):  # fmt: skip
+    for name in ("gather", "hide_dead", "add_up", "pass_factors", "write_part", "write_sums"):
         getattr(found, name).restype = ctypes.c_bool
     return found
 
@@ -395,24 +387,15 @@ def test_sums_of_a_row(device):
     assert np.array_equal(added, np.repeat(own.reshape(8, 4, 2).sum(1), 4, axis=0))
 
 
-def test_numbers_of_rows_reach_the_same_rows_of_the_other_group(device):
-    """Factors and references, and sums, which are scaled before others are added to them."""
-    rng = np.random.default_rng(0)
-    alpha, top, ours, theirs = rng.standard_normal((4, HEADS)).astype(np.float32)
-    factors, sums = np.zeros((2, HEADS), np.float32), np.zeros(HEADS, np.float32)
+def test_factors_reach_the_same_rows_of_the_other_group(device):
+    factors = np.random.default_rng(0).standard_normal(HEADS).astype(np.float32)
+    shared = np.zeros(HEADS, np.float32)
     for warp in WARPS:
-        own = slice(16 * warp, 16 * warp + 16)
-        taken = np.zeros((2, 32, 2), np.float32)
-        total = of_rows(ours[own])
-        given = of_rows(alpha[own]), of_rows(top[own]), factors, *taken, total
-        assert device.pass_factors(*map(pointer, given), warp)
-        assert np.array_equal(taken[0], of_rows(alpha[own]))
-        assert np.array_equal(taken[1], of_rows(top[own]))
-        assert np.array_equal(total, of_rows((ours * alpha)[own]))
-        given = of_rows(theirs[own]), sums, total
-        assert device.add_rows(*map(pointer, given), warp)
-        assert np.array_equal(total, of_rows((ours * alpha + theirs)[own]))
-    assert np.array_equal(factors, [alpha, top]) and np.array_equal(sums, theirs)
+        given = of_rows(factors[16 * warp : 16 * warp + 16])
+        taken = np.zeros((32, 2), np.float32)
+        assert device.pass_factors(*map(pointer, (given, shared, taken)), warp)
+        assert np.array_equal(taken, given)
+    assert np.array_equal(shared, factors)
 
 
 def test_parts_are_written_as_they_are(device):

@@ -14,12 +14,13 @@ PANELS = (DIM + PE) // WIDE  # the tail is the last one
 PANEL = SLOTS * LINE  # bytes
 TILE = PANELS * PANEL
 UNIT = 16  # bytes of a descriptor's steps
-STAGES = 2  # slots for tiles, one a consumer group
+STAGES = 2  # slots for tiles
 GROUP, WARP = 128, 32  # threads
 WARPS = GROUP // WARP
-# Of a thread that multiplies, of one that loads: together at most what a launch of 3 * 128 threads
-# gets, 168 for each. More would be waited for forever.
-REGISTERS = 216, 72
+# Of a thread of each group, the one that scores, the one that follows it, the one that loads:
+# together at most what a launch of 3 * 128 threads gets, 168 for each. More would be waited for
+# forever.
+REGISTERS = 232, 184, 88
 OUTS, SCORES, WEIGHTS = HALF // 2, SLOTS // 2, SLOTS // 4  # registers of a thread
 # What `next_row` keeps.
 ITEM, RANK, ROW, BEGIN, END, NUMBERS = range(6)
@@ -73,22 +74,29 @@ class Work(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: tiles [STAGES, panels, rows, columns]; factors [STAGES, 2, HEADS], what a
-    tile's group says of it; lines [STAGES, 4], what a tile is."""
+    """Shared memory: tiles [STAGES, panels, rows, columns]; weights [1, panels, rows, columns];
+    factors [2, HEADS], what the second group multiplies its rows with, before a tile and at the
+    end; lines [STAGES + 1, 4]: of a tile which slots are live, whether it is the last one of its
+    row, behind them the latter of the tile whose weights are there."""
 
     tiles: Any
+    weights: Any
     factors: Any
     lines: Any
 
 
 class Barriers(NamedTuple):
-    """Those of tails and of weights by slot, those of halves [side * STAGES + slot]."""
+    """Those of tails by slot, those of halves [side * STAGES + slot], the others alone."""
 
     tail_full: Any
     half_full: Any
     tail_free: Any
     half_free: Any
-    p_full: Any
+    weights_full: Any
+    weights_free: Any
+    scored: Any
+    factors_full: Any
+    q_full: Any
     q_free: Any
 
 
@@ -102,7 +110,7 @@ class Descriptors(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Registers of a consumer thread: fragments of scores, outputs and weights; by row the
+    """Registers of a thread that scores: fragments of scores, outputs and weights; by row the
     reference, sum of weights and the factor of a tile; what is known of the tile."""
 
     scores: Any
@@ -114,12 +122,3 @@ class Held(NamedTuple):
     moved: Any
     fresh: Any
     line: Any
-
-
-class Place(NamedTuple):
-    """The number of a tile, the consumer group, the thread, what scores are multiplied by."""
-
-    step: Any
-    wg: Any
-    tx: Any
-    scale: Any

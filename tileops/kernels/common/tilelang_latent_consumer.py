@@ -1,4 +1,4 @@
-"""What a consumer group of a Hopper latent kernel does with tiles, and with its outputs."""
+"""What the consumer groups of a Hopper latent kernel do with tiles, and with their outputs."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ MOST = 4096.0  # sum of a thread's weights in a row; beyond it the row's referen
 SIDE = HALF // 64 * PANEL // UNIT  # from the values of one group to those of the other
 
 
-def consumer(config: Config, heads: Any, heads_kv: Any) -> tuple[Any, Any, Any]:
-    """The macros `take_row` and, of a row or a part of it, `store` and `store_sums`.
+def consumer(config: Config, heads: Any, heads_kv: Any) -> tuple[Any, Any, Any, Any]:
+    """The macros `lead_row` and `follow_row`, and of a row or a part `store` and `store_sums`.
 
     heads, heads_kv: H, H_kv.
     """
@@ -52,7 +52,7 @@ def consumer(config: Config, heads: Any, heads_kv: Any) -> tuple[Any, Any, Any]:
         T.warpgroup_commit_batch()
 
     @T.macro
-    def own_product(p, descs, acc, v_at, fresh):
+    def left_product(p, descs, acc, v_at, fresh):
         """acc[64, 256] (= if fresh, else +=) p v, under way, p in registers."""
         T.warpgroup_arrive()
         for c in T.unroll(SLOTS // 16, explicit=True):
@@ -64,12 +64,12 @@ def consumer(config: Config, heads: Any, heads_kv: Any) -> tuple[Any, Any, Any]:
         T.warpgroup_commit_batch()
 
     @T.macro
-    def other_product(descs, acc, p_at, v_at, fresh):
+    def right_product(descs, acc, v_at, fresh):
         """The same, p in shared memory."""
         T.warpgroup_arrive()
         for c in T.unroll(SLOTS // 16, explicit=True):
             T.ptx_wgmma_ss(
-                F32, "m64n256k16", True, False, KIND, KIND, "fp32", descs.p.data, p_at + c * 2,
+                F32, "m64n256k16", True, False, KIND, KIND, "fp32", descs.p.data, c * 2,
                 descs.v.data, v_at + c * 128, acc.data, 0,
                 T.if_then_else(c > 0, 1, T.if_then_else(fresh, 0, 1)), True, True,
             )  # fmt: skip
@@ -86,139 +86,126 @@ def consumer(config: Config, heads: Any, heads_kv: Any) -> tuple[Any, Any, Any]:
                 T.mbarrier_arrive(barrier[slot])
 
     @T.macro
-    def begin_values(step, shared, barriers, descs, held, place):
-        """The values product of the tile that the other group has weighed, under way."""
-        acc_o, alpha, fresh, wg = held.outs, held.alpha, held.fresh, place.wg
-        other = 1 - wg
-        turn = (step // STAGES) % 2
-        T.mbarrier_wait_parity(barriers.p_full[other], turn)
-        device(
-            "take_factors", T.access_ptr(shared.factors[other, 0, 0], "r"), alpha.data,
-            held.m.data, held.total.data,
-        )  # fmt: skip
-        if T.any_sync(T.Or(alpha[0] != 1, alpha[1] != 1)):
-            device(f"scale_rows<{OUTS}>", acc_o.data, alpha.data)
-        T.mbarrier_wait_parity(barriers.half_full[wg * STAGES + other], turn)
-        T.fence_proxy_async()
-        T.warpgroup_fence_operand(acc_o, num_regs=OUTS)
-        at = other * (TILE // UNIT)
-        other_product(descs, acc_o, at, at + wg * SIDE, fresh[0])
-        T.warpgroup_fence_operand(acc_o, num_regs=OUTS)
-        fresh[0] = False
-
-    @T.macro
-    def end_values(barriers, held, place):
-        T.wait_wgmma(0)
-        T.warpgroup_fence_operand(held.outs, num_regs=OUTS)
-        arrive(barriers.half_free, place.wg * STAGES + 1 - place.wg, place.tx)
-        arrive(barriers.tail_free, 1 - place.wg, place.tx)
-
-    @T.macro
-    def take_tile(behind, shared, barriers, descs, held, place):
-        """Scores, weights and values of the next tile, which is in the group's own slot. behind:
-        the values of the tile before, in the other slot, are multiplied meanwhile."""
+    def take_scores(is_first, step, shared, barriers, descs, held, scale, tx):
+        """Scores and weights of the next tile; unless it is a row's first, behind the values of
+        the tile before, which are under way."""
         acc_s, acc_o, p, alpha, moved, line = (
             held.scores, held.outs, held.p, held.alpha, held.moved, held.line
         )  # fmt: skip
-        step, wg, tx = place.step, place.wg, place.tx
-        if behind:
-            step[0] = step[0] + 1
+        s = step[0] % STAGES
         turn = (step[0] // STAGES) % 2
-        T.mbarrier_wait_parity(barriers.tail_full[wg], turn)
+        T.mbarrier_wait_parity(barriers.tail_full[s], turn)
         for e in T.unroll(3):
-            line[e] = shared.lines[wg, e]
+            line[e] = shared.lines[s, e]
         for side in (0, 1):
-            T.mbarrier_wait_parity(barriers.half_full[side * STAGES + wg], turn)
+            T.mbarrier_wait_parity(barriers.half_full[side * STAGES + s], turn)
         T.fence_proxy_async()
         T.warpgroup_fence_operand(acc_s, num_regs=SCORES)
-        score_product(descs, acc_s, wg * (TILE // UNIT))
+        score_product(descs, acc_s, s * (TILE // UNIT))
         T.warpgroup_fence_operand(acc_s, num_regs=SCORES)
+        if not is_first:
+            T.wait_wgmma(1)
+            T.warpgroup_fence_operand(acc_o, num_regs=OUTS)
+            arrive(barriers.half_free, 1 - s, tx)
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(acc_s, num_regs=SCORES)
-        if line[2] != 0:
-            if tx % WARP == 0:
+        T.warpgroup_fence_operand(p, num_regs=WEIGHTS)
+        arrive(barriers.tail_free, s, tx)
+        if tx % WARP == 0:
+            if not is_first:
+                T.mbarrier_arrive(barriers.scored[0])
+            if line[2] != 0:
                 T.mbarrier_arrive(barriers.q_free[0])
         if T.bitwise_and(line[0], line[1]) != -1:
             device(
                 "hide_dead", acc_s.data, T.reinterpret(line[0], "uint32"),
                 T.reinterpret(line[1], "uint32"),
             )  # fmt: skip
-        if behind:
-            begin_values(step[0] - 1, shared, barriers, descs, held, place)
         moved[0] = T.call_extern(
             "bool", f"attn::weigh<{SCORES}, {BF16}, 0>", acc_s.data, held.m.data,
-            held.total.data, alpha.data, p.data, place.scale, T.float32(MOST), held.fresh[0],
+            held.total.data, alpha.data, p.data, scale, T.float32(MOST), is_first,
         )  # fmt: skip
         if not moved[0]:
             for e in T.unroll(2):
                 alpha[e] = 1
-        if behind:
-            end_values(barriers, held, place)
-        device(
-            f"put_tile<{SLOTS}, 0>",
-            p.data,
-            T.access_ptr(shared.tiles[wg, PANELS - 1, 0, 0], "w"),
-        )
-        device(
-            "put_factors",
-            T.access_ptr(shared.factors[wg, 0, 0], "w"),
-            alpha.data,
-            held.m.data,
-        )
-        T.fence_proxy_async()
-        T.mbarrier_arrive(barriers.p_full[wg])
-        if moved[0]:
+        step[0] = step[0] + 1
+
+    @T.macro
+    def start_values(is_last, step, shared, barriers, descs, held, tx):
+        """The left product of the tile scored last, under way; its weights for the other group."""
+        acc_o, p, alpha = held.outs, held.p, held.alpha
+        if held.moved[0]:
             device(f"scale_rows<{OUTS}>", acc_o.data, alpha.data)
         T.warpgroup_fence_operand(acc_o, num_regs=OUTS)
         T.warpgroup_fence_operand(p, num_regs=WEIGHTS)
-        own_product(p, descs, acc_o, wg * (TILE // UNIT + SIDE), held.fresh[0])
+        left_product(p, descs, acc_o, (step[0] + 1) % STAGES * (TILE // UNIT), held.fresh[0])
         T.warpgroup_fence_operand(acc_o, num_regs=OUTS)
-        T.wait_wgmma(0)
-        T.warpgroup_fence_operand(acc_o, num_regs=OUTS)
-        T.warpgroup_fence_operand(p, num_regs=WEIGHTS)
         held.fresh[0] = False
-        arrive(barriers.half_free, wg * STAGES + wg, tx)
-        step[0] = step[0] + 1
+        T.mbarrier_wait_parity(barriers.weights_free[0], step[0] % 2)
+        device(f"put_tile<{SLOTS}, 0>", p.data, T.access_ptr(shared.weights[0, 0, 0, 0], "w"))
+        device("put_factors", T.access_ptr(shared.factors[0, 0], "w"), alpha.data)
+        if tx == 0:
+            shared.lines[STAGES, 0] = is_last
+        T.fence_proxy_async()
+        T.mbarrier_arrive(barriers.weights_full[0])
 
     @T.macro
-    def take_other(shared, barriers, descs, held, place):
-        """The values of the next tile, which is in the other slot."""
-        step, other = place.step, 1 - place.wg
-        T.mbarrier_wait_parity(barriers.tail_full[other], (step[0] // STAGES) % 2)
-        held.line[2] = shared.lines[other, 2]
-        if held.line[2] != 0:
-            if place.tx % WARP == 0:
-                T.mbarrier_arrive(barriers.q_free[0])
-        begin_values(step[0], shared, barriers, descs, held, place)
-        end_values(barriers, held, place)
-        step[0] = step[0] + 1
-
-    @T.macro
-    def take_row(shared, barriers, descs, held, place):
-        """The tiles of a row. The first group multiplies its tile and then the other's, so that
-        both slots are free before it waits for the next tile; the second one multiplies the
-        other's beside the weights of its own."""
-        step, wg, line = place.step, place.wg, held.line
-        line[2] = 0
-        if wg == 1:
-            if step[0] % STAGES == 1:
-                take_tile(False, shared, barriers, descs, held, place)
+    def lead_row(step, shared, barriers, descs, held, scale, tx):
+        """The tiles of a row, by the group that scores; alpha is then what its outputs, and those
+        of the other group, are multiplied by in the end."""
+        line, total, alpha = held.line, held.total, held.alpha
+        take_scores(True, step, shared, barriers, descs, held, scale, tx)
         while line[2] == 0:
-            if wg == 0:
-                if step[0] % STAGES == 0:
-                    take_tile(False, shared, barriers, descs, held, place)
-                else:
-                    take_other(shared, barriers, descs, held, place)
-            else:
-                T.mbarrier_wait_parity(barriers.tail_full[0], (step[0] // STAGES) % 2)
-                line[2] = shared.lines[0, 2]
-                if line[2] == 0:
-                    take_tile(True, shared, barriers, descs, held, place)
-                else:
-                    take_other(shared, barriers, descs, held, place)
+            start_values(0, step, shared, barriers, descs, held, tx)
+            take_scores(False, step, shared, barriers, descs, held, scale, tx)
+        start_values(1, step, shared, barriers, descs, held, tx)
+        if tx % WARP == 0:
+            T.mbarrier_arrive(barriers.scored[0])
+        device("add_up", total.data)
+        for e in T.unroll(2):
+            alpha[e] = T.if_then_else(total[e] == 0, T.float32(0), 1 / total[e])
+        device("put_factors", T.access_ptr(shared.factors[1, 0], "w"), alpha.data)
+        T.mbarrier_arrive(barriers.factors_full[0])
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(held.outs, num_regs=OUTS)
+        T.warpgroup_fence_operand(held.p, num_regs=WEIGHTS)
+        arrive(barriers.half_free, (step[0] + 1) % STAGES, tx)
 
     @T.macro
-    def store(acc, o, parts, inverse, at, wg, work):
+    def follow_row(i, step, shared, barriers, descs, acc_o, alpha, fresh, ended, tx):
+        """The same by the group that takes its weights from shared memory. i: rows before."""
+        fresh[0] = True
+        ended[0] = 0
+        while ended[0] == 0:
+            s = step[0] % STAGES
+            T.mbarrier_wait_parity(barriers.weights_full[0], step[0] % 2)
+            device("get_factors", alpha.data, T.access_ptr(shared.factors[0, 0], "r"))
+            ended[0] = shared.lines[STAGES, 0]
+            if not fresh[0]:
+                if T.any_sync(T.Or(alpha[0] != 1, alpha[1] != 1)):
+                    device(f"scale_rows<{OUTS}>", acc_o.data, alpha.data)
+            T.mbarrier_wait_parity(barriers.half_full[STAGES + s], (step[0] // STAGES) % 2)
+            if config.gather:
+                # Beside the weights of the first group, so that the tensor cores have something
+                # to do; the copy engine is better served by early room.
+                T.mbarrier_wait_parity(barriers.scored[0], step[0] % 2)
+            T.fence_proxy_async()
+            T.warpgroup_fence_operand(acc_o, num_regs=OUTS)
+            right_product(descs, acc_o, s * (TILE // UNIT) + SIDE, fresh[0])
+            T.warpgroup_fence_operand(acc_o, num_regs=OUTS)
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(acc_o, num_regs=OUTS)
+            fresh[0] = False
+            arrive(barriers.half_free, STAGES + s, tx)
+            if ended[0] != 0:  # read before the weights are free: then they may be written again
+                T.mbarrier_wait_parity(barriers.factors_full[0], i % 2)
+                device("get_factors", alpha.data, T.access_ptr(shared.factors[1, 0], "r"))
+            if tx % WARP == 0:
+                T.mbarrier_arrive(barriers.weights_free[0])
+            step[0] = step[0] + 1
+
+    @T.macro
+    def store(acc, o, parts, inverse, at, side, work):
         """A group's half of the outputs of a row, or of a part of it."""
         block = T.truncmod(at[ITEM], work.head_blocks)
         if whole or T.And(at[BEGIN] == 0, at[END] == work.row_tiles):
@@ -226,7 +213,7 @@ def consumer(config: Config, heads: Any, heads_kv: Any) -> tuple[Any, Any, Any]:
             device(
                 f"write_rows<{HALF}, 1, {HEADS}, {BF16}, {DIM}>",
                 acc.data,
-                T.access_ptr(o[0, 0, wg * HALF], "w"),
+                T.access_ptr(o[0, 0, side * HALF], "w"),
                 0,
                 T.truncdiv(at[ROW], heads_kv),
                 1,
@@ -241,7 +228,7 @@ def consumer(config: Config, heads: Any, heads_kv: Any) -> tuple[Any, Any, Any]:
             device(
                 f"write_part<{HALF}, {DIM}>",
                 acc.data,
-                T.access_ptr(parts[part, begins, block, 0, wg * HALF], "w"),
+                T.access_ptr(parts[part, begins, block, 0, side * HALF], "w"),
             )
 
     @T.macro
@@ -260,4 +247,4 @@ def consumer(config: Config, heads: Any, heads_kv: Any) -> tuple[Any, Any, Any]:
                 scale,
             )
 
-    return take_row, store, store_sums
+    return lead_row, follow_row, store, store_sums

@@ -1,11 +1,10 @@
 """Attention over latent rows for sm_90a in TileLang: a group of warps loads, two multiply.
 
 The work is that of `triton_latent.py`: ranges of tiles of 64 slots for blocks of 64 heads, parts
-where a row does not end in its range. A tile is key and value at once and is loaded once. The two
-consumer groups score the tiles of a row in turn, each those of its own slot, and pass the rows'
-references on; each holds half of the outputs, and takes the weights of the other's tiles from
-where the tail of the keys was. So one group multiplies while the other one weighs. A tile has
-three parts, loaded again as soon as nothing reads them: the tail, of keys alone, and the halves.
+where a row does not end in its range. A tile is key and value at once and is loaded once. The
+first consumer group scores a tile, weighs it and holds the left half of the outputs; the second
+one takes the weights from shared memory for the right half. The tile has three parts, which are
+given back and loaded again as soon as nothing reads them: the tail, of keys alone, and the halves.
 The design and its figures: `docs/design/latent-log.md`.
 """
 
@@ -14,7 +13,7 @@ from typing import Any
 import tilelang.language as T
 from tilelang import tvm
 
-from tileops.kernels.common.tilelang_config import F32, device
+from tileops.kernels.common.tilelang_config import F32
 from tileops.kernels.common.tilelang_copies import panels, strided
 from tileops.kernels.common.tilelang_latent_config import (
     DIM,
@@ -24,7 +23,6 @@ from tileops.kernels.common.tilelang_latent_config import (
     NUMBERS,
     OUTS,
     PANEL,
-    PANELS,
     PE,
     RANK,
     REGISTERS,
@@ -40,7 +38,6 @@ from tileops.kernels.common.tilelang_latent_config import (
     Config,
     Descriptors,
     Held,
-    Place,
     Shared,
     Work,
 )
@@ -49,7 +46,6 @@ from tileops.kernels.common.tilelang_latent_loader import LOADER, loads
 from tileops.kernels.common.tilelang_latent_rows import SOURCE
 
 SWIZZLE_128B = 1
-TOGETHER = 1  # the named barrier of both consumer groups
 
 
 def make(**options: Any) -> Any:
@@ -77,7 +73,7 @@ def make(**options: Any) -> Any:
     )  # fmt: skip
     alloc_free = T.alloc_cluster_barrier if pair else T.alloc_barrier
     load_queries, copy_tiles, gather_tiles = loads(config, N, K)
-    take_row, store, store_sums = consumer(config, H, HK)
+    lead_row, follow_row, store, store_sums = consumer(config, H, HK)
 
     @T.macro
     def go_on(at, more, work):
@@ -91,11 +87,10 @@ def make(**options: Any) -> Any:
         go_on(at, more, work)
 
     @T.macro
-    def serve(wg, work, shared, barriers, q_s, sums_s, q_full, results, scale):
-        """What a consumer group does."""
+    def lead(work, shared, barriers, q_s, results, scale):
+        """What the group that scores does."""
         o, parts, part_sums = results
         tx = T.get_thread_binding()
-        T.set_max_nreg(REGISTERS[0], 1)
         at = T.alloc_local([NUMBERS], "int32")
         more = T.alloc_local([1], "bool")
         step = T.alloc_local([1], "int32")
@@ -111,18 +106,15 @@ def make(**options: Any) -> Any:
         fresh = T.alloc_local([1], "bool")
         q_desc = T.alloc_wgmma_desc()
         k_desc = T.alloc_wgmma_desc()
-        p_desc = T.alloc_wgmma_desc()
         v_desc = T.alloc_wgmma_desc()
         for desc, x_s, leading in (
             (q_desc, q_s[0, 0, 0], 1),
             (k_desc, shared.tiles[0, 0, 0, 0], 1),
-            (p_desc, shared.tiles[0, PANELS - 1, 0, 0], 1),
             (v_desc, shared.tiles[0, 0, 0, 0], PANEL // UNIT),
         ):
             T.initialize_wgmma_descriptor(desc, T.access_ptr(x_s, "r"), SWIZZLE_128B, leading, 64)
-        descs = Descriptors(q_desc, k_desc, p_desc, v_desc)
+        descs = Descriptors(q_desc, k_desc, None, v_desc)
         held = Held(acc_s, acc_o, p, m, total, alpha, moved, fresh, line)
-        place = Place(step, wg, tx, scale)
         step[0] = 0
         i[0] = 0
         for e in T.unroll(OUTS):
@@ -133,18 +125,43 @@ def make(**options: Any) -> Any:
                 m[e] = -T.infinity(F32)
                 total[e] = 0
             fresh[0] = True
-            T.mbarrier_wait_parity(q_full[0], i[0] % 2)
-            take_row(shared, barriers, descs, held, place)
-            device("add_up", total.data)
-            device("put_rows", T.access_ptr(sums_s[i[0] % 2, wg, 0], "w"), total.data)
-            T.sync_threads(TOGETHER, 2 * GROUP)
-            device("add_rows", T.access_ptr(sums_s[i[0] % 2, 1 - wg, 0], "r"), total.data)
-            for e in T.unroll(2):
-                alpha[e] = T.if_then_else(total[e] == 0, T.float32(0), 1 / total[e])
-            store(acc_o, o, parts, alpha, at, wg, work)
+            T.mbarrier_wait_parity(barriers.q_full[0], i[0] % 2)
+            lead_row(step, shared, barriers, descs, held, scale, tx)
+            store(acc_o, o, parts, alpha, at, 0, work)
             if not whole:
-                if wg == 0:
-                    store_sums(part_sums, m, total, scale, at, work)
+                store_sums(part_sums, m, total, scale, at, work)
+            i[0] = i[0] + 1
+            go_on(at, more, work)
+
+    @T.macro
+    def follow(work, shared, barriers, results):
+        """What the other group does."""
+        o, parts, _ = results
+        tx = T.get_thread_binding()
+        at = T.alloc_local([NUMBERS], "int32")
+        more = T.alloc_local([1], "bool")
+        step = T.alloc_local([1], "int32")
+        i = T.alloc_local([1], "int32")
+        acc_o = T.alloc_local([OUTS], F32)
+        alpha = T.alloc_local([2], F32)
+        fresh = T.alloc_local([1], "bool")
+        ended = T.alloc_local([1], "int32")
+        p_desc = T.alloc_wgmma_desc()
+        v_desc = T.alloc_wgmma_desc()
+        for desc, x_s, leading in (
+            (p_desc, shared.weights[0, 0, 0, 0], 1),
+            (v_desc, shared.tiles[0, 0, 0, 0], PANEL // UNIT),
+        ):
+            T.initialize_wgmma_descriptor(desc, T.access_ptr(x_s, "r"), SWIZZLE_128B, leading, 64)
+        descs = Descriptors(None, None, p_desc, v_desc)
+        step[0] = 0
+        i[0] = 0
+        for e in T.unroll(OUTS):
+            acc_o[e] = 0
+        start(at, more, work)
+        while more[0]:
+            follow_row(i[0], step, shared, barriers, descs, acc_o, alpha, fresh, ended, tx)
+            store(acc_o, o, parts, alpha, at, 1, work)
             i[0] = i[0] + 1
             go_on(at, more, work)
 
@@ -174,27 +191,30 @@ def make(**options: Any) -> Any:
             T.import_source(SOURCE)
             q_s = T.alloc_shared(panels(HEADS, DIM + PE, dtype), dtype)
             k_s = T.alloc_shared((STAGES, *panels(SLOTS, DIM + PE, dtype)), dtype)
-            # Of the tile in a slot: what its rows' sums and outputs so far are multiplied by, and
-            # the rows' references behind it.
-            factors_s = T.alloc_shared((STAGES, 2, HEADS), F32)
-            # Sums of the weights of a row, by each group; rows take turns.
-            sums_s = T.alloc_shared((2, 2, HEADS), F32)
-            # Of the tile in a slot: which slots are live, whether it is the last one of its row.
-            line_s = T.alloc_shared((STAGES, 4), "int32")
+            p_s = T.alloc_shared((1, *panels(HEADS, SLOTS, dtype)), dtype)
+            factors_s = T.alloc_shared((2, HEADS), F32)
+            line_s = T.alloc_shared((STAGES + 1, 4), "int32")
             q_full = T.alloc_barrier([1])
-            q_free = T.alloc_barrier([2 * WARPS])
+            q_free = T.alloc_barrier([WARPS])
             tail_full = T.alloc_barrier([config.tail_loads] * STAGES)
             half_full = T.alloc_barrier([config.half_loads] * (2 * STAGES))
             tail_free = alloc_free([config.takers] * STAGES)
             half_free = alloc_free([config.takers] * (2 * STAGES))
-            p_full = T.alloc_barrier([GROUP] * STAGES)
+            p_full = T.alloc_barrier([GROUP])
+            p_free = T.alloc_barrier([WARPS])
+            scored = T.alloc_barrier([WARPS])
+            factors_full = T.alloc_barrier([GROUP])
             tx = T.get_thread_binding()
             work = Work(ctas, items, head_blocks, rows, row_tiles, range_tiles, cta)
-            shared = Shared(k_s, factors_s, line_s)
-            barriers = Barriers(tail_full, half_full, tail_free, half_free, p_full, q_free)
+            shared = Shared(k_s, p_s, factors_s, line_s)
+            barriers = Barriers(
+                tail_full, half_full, tail_free, half_free, p_full, p_free, scored, factors_full,
+                q_full, q_free,
+            )  # fmt: skip
+            results = (o, parts, part_sums)
 
             with T.ws(2):
-                T.set_max_nreg(REGISTERS[1], 0)
+                T.set_max_nreg(REGISTERS[2], 0)
                 at = T.alloc_local([NUMBERS], "int32")
                 more = T.alloc_local([1], "bool")
                 step = T.alloc_local([1], "int32")
@@ -226,9 +246,12 @@ def make(**options: Any) -> Any:
                         go_on(at, more, work)
 
             with T.ws(0):
-                serve(0, work, shared, barriers, q_s, sums_s, q_full, (o, parts, part_sums), scale)
+                T.set_max_nreg(REGISTERS[0], 1)
+                lead(work, shared, barriers, q_s, results, scale)
+
             with T.ws(1):
-                serve(1, work, shared, barriers, q_s, sums_s, q_full, (o, parts, part_sums), scale)
+                T.set_max_nreg(REGISTERS[1], 1)
+                follow(work, shared, barriers, results)
 
             if pair:  # neither leaves while the other may write to it
                 T.call_intrin("handle", tvm.ir.Op.get("tl.cluster_sync"))

@@ -81,12 +81,6 @@ def loads(config: Config, rows_kv: Any, slots: Any) -> tuple[Any, Any, Any]:
             tile = at[BEGIN] + n
             s = step[0] % STAGES
             turn = ((step[0] // STAGES) % 2) ^ 1
-            if tile + STAGES < at[END]:
-                device(
-                    f"prefetch<{2 if pair else 1}>", T.access_ptr(k[b, 0, r, 0], "r"),
-                    T.access_ptr(k_pe[b, 0, r, 0], "r"), k.strides[1] * T.int64(2),
-                    k_pe.strides[1] * T.int64(2), (tile + STAGES) * SLOTS, rows_kv, rank,
-                )  # fmt: skip
             T.mbarrier_wait_parity(barriers.tail_free[s], turn)
             if T.shuffle_elect(WARP):
                 device("first_slots", rows_kv - tile * SLOTS, live.data)

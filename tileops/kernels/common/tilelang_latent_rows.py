@@ -127,51 +127,17 @@ INLINE void add_up(float *l) {
   }
 }
 
-// Numbers of the 64 rows of a group, by the threads that have them.
-INLINE void put_rows(float *to, const float *x) {
+// What the other group multiplies its 64 rows with.
+INLINE void put_factors(float *to, const float *x) {
   if (thread() % 4 == 0) {
     to[own_row(0)] = x[0];
     to[own_row(0) + 8] = x[1];
   }
 }
 
-INLINE void add_rows(const float *from, float *x) {
-  x[0] += from[own_row(0)];
-  x[1] += from[own_row(0) + 8];
-}
-
-// What a group says of a tile that it has weighed: what sums and outputs so far are multiplied by,
-// and behind these 64 numbers the rows' references.
-INLINE void put_factors(float *to, const float *alpha, const float *m) {
-  put_rows(to, alpha);
-  put_rows(to + 64, m);
-}
-
-// The same for the other group, whose sums it scales.
-INLINE void take_factors(const float *from, float *alpha, float *m, float *l) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    alpha[h] = from[own_row(0) + 8 * h];
-    m[h] = from[64 + own_row(0) + 8 * h];
-    l[h] *= alpha[h];
-  }
-}
-
-// Asks for the cache rows of a tile to be in the L2 cache; of a pair of programs each for half.
-// Of a k row 1024 bytes, of a k_pe row 128; strides in bytes.
-template <int PROGRAMS>
-INLINE void prefetch(const void *k, const void *k_pe, long long k_stride, long long pe_stride,
-                     int first, int rows, int rank) {
-#pragma unroll
-  for (int h = 0; h < 2 / PROGRAMS; ++h) {
-    int row = first + (PROGRAMS == 2 ? rank : h) * 32 + thread() % 32;
-    if (row < rows) {
-      const char *at = static_cast<const char *>(k) + row * k_stride;
-      const char *tail = static_cast<const char *>(k_pe) + row * pe_stride;
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], 1024;" ::"l"(at) : "memory");
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], 128;" ::"l"(tail) : "memory");
-    }
-  }
+INLINE void get_factors(float *x, const float *from) {
+  x[0] = from[own_row(0)];
+  x[1] = from[own_row(0) + 8];
 }
 
 // A 64 x D tile from registers to rows of LINE numbers, as it is.
