@@ -270,6 +270,7 @@ TABLES = {
         {
             "BLOCK_M": (32, 64, 128),
             "BLOCK_N": (32, 64),
+            "FIRST": (0, 1),
             "warps": (4, 8),
             "stages": (1, 2),
             "registers": (None, 96, 128),

@@ -11,7 +11,7 @@ from tileops.kernels.common.machine import overriding
 
 F16 = torch.float16
 INF, NAN = float("inf"), float("nan")
-SMALL = {"BLOCK_M": 16, "BLOCK_N": 16, "warps": 4, "stages": 1}
+SMALL = {"BLOCK_M": 16, "BLOCK_N": 16, "FIRST": 1, "warps": 4, "stages": 1}
 
 
 @pytest.fixture
