@@ -11,13 +11,14 @@ from tileops.kernels.common.machine import overriding
 
 F16 = torch.float16
 INF, NAN = float("inf"), float("nan")
-SMALL = {"BLOCK_M": 16, "BLOCK_N": 16, "FIRST": 1, "warps": 4, "stages": 1}
+SMALL = {"BLOCK_M": 16, "BLOCK_N": 16, "warps": 4, "stages": 1}
 
 
-@pytest.fixture
-def small():
-    """Tiles so small that a request of few tokens and chunks takes many of them."""
-    with overriding("nsa_compressed", SMALL):
+@pytest.fixture(params=(0, 1), ids=("loop", "first"))
+def small(request):
+    """Tiles so small that a request of few tokens and chunks takes many of them; the first block
+    of keys in the loop, and before it."""
+    with overriding("nsa_compressed", {**SMALL, "FIRST": request.param}):
         yield
 
 

@@ -122,7 +122,7 @@ def nsa_compressed_kernel(
     head = r * GROUP + part * MEMBERS
     first = tile.to(tl.int64) * TOKENS
     left = tl.minimum(int64(tokens) - first, TOKENS).to(tl.int32)
-    # Rows are (head, token): tokens are neighbours in lse, and fill its sectors.
+    # Rows are (head, token): tokens are neighbours in lse, so its stores touch fewer sectors.
     row = tl.arange(0, BLOCK_M)
     token, member = row % TOKENS, row // TOKENS
     live = (token < left) & (member < tl.minimum(GROUP - part * MEMBERS, MEMBERS))
