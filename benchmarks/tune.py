@@ -301,7 +301,7 @@ TABLES = {
         ("nsa_varlen_fwd",),
         {"BLOCK_N": (32, 64), "warps": (1, 2), "stages": (2, 3, 4)},
         {},
-        {"d64": known("nsa-sparse-d64-4x8k"), "d128": known("nsa-sparse-27b-1x32k")},
+        {"d64": known("nsa-sparse-d64-4x8k")},
     ),
     "fp8_lightning_indexer": Table(
         ("fp8_lightning_indexer",),

@@ -295,7 +295,6 @@ mla("no-rotary", rotary=0)
 nsa("h64")
 nsa("fp16-block32", heads=32, heads_kv=2, block=32, dtype=F16)
 nsa("d64", heads=32, heads_kv=2, dim=64, block=32)
-nsa("long", requests=1, block=32)
 nsa("long-d64", requests=1, heads=32, heads_kv=2, dim=64, block=32)
 
 dsa("prefill")

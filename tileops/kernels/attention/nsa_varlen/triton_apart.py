@@ -30,7 +30,7 @@ TOGETHER = 64  # as APART: no tile is apart, since no union is longer than the s
 # for tiles that are apart costs more than the few there are would gain.
 LONG = 8
 LEAST_SIZE = 16  # a smaller block would leave most of a step without keys
-WIDEST = 128  # of heads: wider ones were not tried, their keys of a step fill a warp's registers
+WIDEST = 64  # at 128 columns the two kernels gained nothing, wider heads were not tried
 
 
 def may_be_apart(call: Any, size: int, block_m: int, per_tile: int) -> bool:
