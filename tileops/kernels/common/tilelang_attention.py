@@ -21,6 +21,7 @@ from tileops.kernels.common.tilelang_config import (
     REGISTERS,
     REQUEST,
     ROW,
+    SWIZZLE_128B,
     TARGET,
     Config,
     device,
@@ -29,7 +30,6 @@ from tileops.kernels.common.tilelang_consumer import Sizes, consumer
 from tileops.kernels.common.tilelang_copies import copies, panels, strided
 from tileops.kernels.common.tilelang_rows import SOURCE
 
-SWIZZLE_128B = 1
 FOREVER = 2**30
 FLAG = ("false", "true")
 LEAD = 3  # blocks before the end of a tile's copies the next one is asked for

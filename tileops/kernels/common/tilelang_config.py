@@ -6,6 +6,7 @@ from typing import Any
 import tilelang.language as T
 
 LINE = 128  # bytes of a row of a panel, in which tiles are in shared memory
+SWIZZLE_128B = 1  # how they lie there, in a descriptor of a product
 F32 = "float32"
 # Consumer groups -> registers of a thread, in them and in the producer: together at most the
 # 65,536 of a multiprocessor. With fewer the producer spills.

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tileops.kernels.common.tilelang_config import LINE
+from tileops.kernels.common.tilelang_limits import LATENT_COLUMNS, LATENT_HEADS, LATENT_SLOTS
 
-HEADS = 64  # of a program
-SLOTS = 64  # of a tile
-DIM, PE = 512, 64  # columns of a value, and those behind them of a key
+HEADS, SLOTS = LATENT_HEADS, LATENT_SLOTS
+DIM, PE = LATENT_COLUMNS
 HALF = DIM // 2  # columns of a consumer group
 WIDE = 64  # columns of a panel
 PANELS = (DIM + PE) // WIDE  # the tail is the last one

@@ -13,7 +13,7 @@ from typing import Any
 import tilelang.language as T
 from tilelang import tvm
 
-from tileops.kernels.common.tilelang_config import F32
+from tileops.kernels.common.tilelang_config import F32, SWIZZLE_128B
 from tileops.kernels.common.tilelang_copies import panels, strided
 from tileops.kernels.common.tilelang_latent_config import (
     DIM,
@@ -44,8 +44,6 @@ from tileops.kernels.common.tilelang_latent_config import (
 from tileops.kernels.common.tilelang_latent_consumer import consumer
 from tileops.kernels.common.tilelang_latent_loader import LOADER, loads
 from tileops.kernels.common.tilelang_latent_rows import SOURCE
-
-SWIZZLE_128B = 1
 
 
 def make(**options: Any) -> Any:
