@@ -22,20 +22,8 @@ def dsa_decode_fwd_refusal(call: Any) -> str | None:
 
 def dsa_decode_fwd(out: Tensor, call: Any) -> None:
     """q [B, S, H, W]; kv [B, S_kv, H_kv, W]; indices [B, S, H_kv, K] -> o [B, S, H, D]."""
+    from tileops.kernels.attention.dsa_decode.triton import latent_arguments
     from tileops.kernels.common.tilelang_latent import attend_latent
-    from tileops.kernels.common.triton_latent import past_rows
 
-    q, kv = call.q, call.kv
-    width = q.shape[-1]
-    dim = width - call.dim_tail
-    attend_latent(
-        out,
-        q[..., :dim],
-        q[..., dim:],
-        kv[..., :dim],
-        kv[..., dim:],
-        width**-0.5 if call.sm_scale is None else call.sm_scale,
-        queries=q.shape[1],
-        indices=call.indices,
-        limit=past_rows(call.q_start_index_s, call.stride_kv) if call.is_causal else None,
-    )
+    latents, options = latent_arguments(call)
+    attend_latent(out, *latents, **options)

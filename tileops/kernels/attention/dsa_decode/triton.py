@@ -9,21 +9,19 @@ from tileops.kernels.common.triton_latent import attend_latent, past_rows, refus
 
 def dsa_decode_fwd(out: Tensor, call: Any) -> None:
     """q [B, S, H, W]; kv [B, S_kv, H_kv, W]; indices [B, S, H_kv, K] -> o [B, S, H, D]."""
+    latents, options = latent_arguments(call)
+    attend_latent("dsa_decode", out, *latents, **options)
+
+
+def latent_arguments(call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `attend_latent` takes behind o, by place and by name."""
     q, kv = call.q, call.kv
     width = q.shape[-1]
     dim = width - call.dim_tail
-    attend_latent(
-        "dsa_decode",
-        out,
-        q[..., :dim],
-        q[..., dim:],
-        kv[..., :dim],
-        kv[..., dim:],
-        width**-0.5 if call.sm_scale is None else call.sm_scale,
-        queries=q.shape[1],
-        indices=call.indices,
-        limit=past_rows(call.q_start_index_s, call.stride_kv) if call.is_causal else None,
-    )
+    scale = width**-0.5 if call.sm_scale is None else call.sm_scale
+    latents = q[..., :dim], q[..., dim:], kv[..., :dim], kv[..., dim:], scale
+    limit = past_rows(call.q_start_index_s, call.stride_kv) if call.is_causal else None
+    return latents, {"queries": q.shape[1], "indices": call.indices, "limit": limit}
 
 
 def dsa_decode_fwd_refusal(call: Any) -> str | None:
